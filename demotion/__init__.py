@@ -1,0 +1,1 @@
+"""The method: torch, numpy and scipy; nothing from ComfyUI."""

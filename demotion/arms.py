@@ -1,0 +1,214 @@
+"""Arms: the variants of a picture whose gradients are compared, and the training set that carries them.
+
+    src            the picture on its native grid: the reference
+    null           the same latent under noise of its own: the instrument's zero
+    reenc          the native latent decoded and encoded again: the price of the VAE round trip
+    demote:E       the picture downscaled in pixel space to tier E, then encoded: what training would see
+    repromote:E    that downscaled picture carried back up to the native grid, then encoded: data without the grid
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save
+
+from . import grid, measure, resample
+
+PIXELS = "lanczos-1"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An arm by kind and, for demote and repromote, target tier in pixels."""
+
+    kind: str
+    tier: int | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.tier is None else f"{self.kind}:{self.tier}"
+
+    @classmethod
+    def parse(cls, name: str) -> Arm:
+        kind, _, tier = name.partition(":")
+        return cls(kind, int(tier) if tier else None)
+
+
+SRC, NULL, REENC = Arm("src"), Arm("null"), Arm("reenc")
+
+
+class Codec(Protocol):
+    """A VAE as the arms need it: pixels uint8 [H, W, 3] to a raw latent [C, ..., h, w] and back."""
+
+    fingerprint: str
+
+    def encode(self, pixels: np.ndarray) -> torch.Tensor: ...
+
+    def decode(self, latent: torch.Tensor) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Item:
+    """One picture of a training set.
+
+    image         content hash: names the picture in streams, caches and results
+    name          what messages call it
+    picture       PNG with the whole picture, in the cache
+    mask          PNG with its loss mask, or None
+    size          pixels (height, width)
+    native        native grid, latent cells
+    conditioning  the host's own conditioning for the caption
+    latents       arm name -> file with the raw latent
+    """
+
+    image: str
+    name: str
+    picture: Path
+    mask: Path | None
+    size: tuple[int, int]
+    native: grid.Grid
+    caption: str
+    repeats: int
+    conditioning: Any = None
+    latents: dict[str, Path] = field(default_factory=dict)
+
+    def pixels(self) -> np.ndarray:
+        """The whole picture, uint8 [H, W, 3]."""
+        return np.asarray(Image.open(self.picture))
+
+    def box(self) -> resample.Box:
+        """The crop box, in pixels, that every arm is cut with."""
+        return resample.cover_box(self.size, self.native)
+
+    def latent(self, arm: Arm) -> torch.Tensor:
+        """Raw latent of an arm [C, ..., h, w]."""
+        return load_file(self.latents[str(SRC if arm == NULL else arm)])["latent"]
+
+    def loss_weights(self, latent_grid: grid.Grid) -> torch.Tensor | None:
+        """Loss weights [h, w] of the mask on a grid, or None without a mask."""
+        if self.mask is None:
+            return None
+        mask = np.asarray(Image.open(self.mask))
+        return torch.from_numpy(resample.mask_weights(mask, latent_grid, self.box()))
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """Pictures with the arms encoded so far. Small data and paths; never mutated, arms are added to a copy.
+
+    arms lists the arms every on-route picture has a latent for; off_route says, per arm, which pictures have
+    none and why.
+    """
+
+    items: tuple[Item, ...]
+    native_tier: int
+    vae_factor: int
+    patch: int
+    codec: Codec
+    cache: Path
+    arms: tuple[Arm, ...] = ()
+    off_route: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def pixel_size(self, cells: grid.Grid) -> tuple[int, int]:
+        """Pixels (height, width) of a grid of latent cells."""
+        return cells[0] * self.vae_factor, cells[1] * self.vae_factor
+
+    def grid_of(self, item: Item, arm: Arm) -> grid.Grid | None:
+        """Grid of an item's arm in latent cells; None off-route."""
+        if arm.kind == "demote":
+            return grid.demoted_grid(item.native, self.native_tier, arm.tier,
+                                     vae_factor=self.vae_factor, patch=self.patch)
+        if arm.kind == "repromote" and self.grid_of(item, Arm("demote", arm.tier)) is None:
+            return None
+        return item.native
+
+    def on_route(self, tier: int) -> list[Item]:
+        """Items that have a demoted grid of this tier."""
+        return [item for item in self.items if self.grid_of(item, Arm("demote", tier)) is not None]
+
+
+def content_hash(pixels: np.ndarray) -> str:
+    """16 hex digits naming a picture by its size and pixels."""
+    digest = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=8)
+    digest.update(np.ascontiguousarray(pixels).tobytes())
+    return digest.hexdigest()
+
+
+def store_picture(pixels: np.ndarray, cache: Path) -> Path:
+    """Keep a uint8 picture or mask in the cache under its content hash."""
+    path = cache / "pictures" / f"{content_hash(pixels)}.png"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        Image.fromarray(pixels).save(part, format="png", compress_level=1)
+        part.replace(path)
+    return path
+
+
+def arm_pixels(training_set: TrainingSet, item: Item, arm: Arm) -> np.ndarray:
+    """What the VAE is given for an arm of a picture, uint8 [h, w, 3]."""
+    native = training_set.pixel_size(item.native)
+    if arm.kind == "reenc":
+        return training_set.codec.decode(item.latent(SRC))
+    if arm.kind == "src":
+        return resample.lanczos(item.pixels(), native, item.box())
+    cells = training_set.grid_of(item, Arm("demote", arm.tier))
+    demoted = resample.lanczos(item.pixels(), training_set.pixel_size(cells), item.box())
+    return demoted if arm.kind == "demote" else resample.lanczos(demoted, native)
+
+
+def add_arm(training_set: TrainingSet, arm: Arm, tick: Callable[[], None]) -> TrainingSet:
+    """A copy of the set in which every on-route picture has the arm encoded; tick is called per picture.
+
+    Raises ValueError for a route that goes up or saves nothing, when no picture is on-route (each listed with its
+    reason), and for a latent that is not finite.
+    """
+    if arm.tier is not None:
+        grid.check_route(training_set.native_tier, arm.tier)
+    reasons = dict(_off_route_reasons(training_set, arm))
+    if len(reasons) == len(training_set.items):
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise ValueError(f"no picture is on the route {training_set.native_tier} -> {arm.tier}: {listed}. "
+                         "Use larger or squarer pictures, or another tier")
+    items = []
+    for item in training_set.items:
+        if training_set.grid_of(item, arm) is None:
+            items.append(item)
+            continue
+        path = _encode(training_set, item, arm)
+        items.append(replace(item, latents=item.latents | {str(arm): path}))
+        tick()
+    arms = training_set.arms if arm in training_set.arms else (*training_set.arms, arm)
+    return replace(training_set, items=tuple(items), arms=arms,
+                   off_route=training_set.off_route | {str(arm): reasons})
+
+
+def _off_route_reasons(training_set: TrainingSet, arm: Arm) -> Iterator[tuple[str, str]]:
+    if arm.tier is None:
+        return
+    for item in training_set.items:
+        reason = grid.off_route_reason(item.native, training_set.native_tier, arm.tier,
+                                       vae_factor=training_set.vae_factor, patch=training_set.patch)
+        if reason:
+            yield item.name, reason
+
+
+def _encode(training_set: TrainingSet, item: Item, arm: Arm) -> Path:
+    codec = training_set.codec
+    named_by = (item.image, item.native, str(arm), training_set.grid_of(item, arm), codec.fingerprint, PIXELS)
+    key = hashlib.blake2b(repr(named_by).encode(), digest_size=12).hexdigest()
+    path = training_set.cache / "latents" / f"{key}.safetensors"
+    if not path.exists():
+        latent = codec.encode(arm_pixels(training_set, item, arm))
+        if not torch.isfinite(latent).all():
+            raise ValueError(f"the VAE gives NaN or infinite latents for {item.name} ({arm}): "
+                             "run the VAE in fp32 or use another VAE")
+        measure.write_atomically(path, save({"latent": latent.contiguous()}))
+    return path

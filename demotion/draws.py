@@ -1,0 +1,146 @@
+"""Random numbers: sigma bins and densities, counter-based streams, common random numbers, the flow's algebra.
+
+Every number is drawn from a Philox stream keyed by a hash of what it is for, on the CPU. So a draw does not
+depend on order, batch, other arms, other images, the machine, or where a run resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.fft
+import scipy.special
+import scipy.stats
+import torch
+
+Bin = tuple[float, float]
+
+
+def stream(*name: object) -> np.random.Generator:
+    """Generator of the stream with this name."""
+    digest = hashlib.blake2b(repr(name).encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64)))
+
+
+def contiguous_bins(count: int, low: float = 0.0, high: float = 1.0) -> list[Bin]:
+    """Equal bins that cover (low, high)."""
+    if count < 1:
+        raise ValueError(f"{count} bins: ask for at least 1")
+    edges = [round(float(edge), 6) for edge in np.linspace(low, high, count + 1)]
+    return list(zip(edges[:-1], edges[1:]))
+
+
+def parse_bins(text: str) -> list[Bin]:
+    """Bins from a count ("8") or from edges ("0.1-0.3, 0.3-0.5"), in ascending order.
+
+    Raises ValueError for anything else, for an empty or overlapping bin, or one outside [0, 1].
+    """
+    text = text.strip()
+    if text.isdigit():
+        return contiguous_bins(int(text))
+    bins = []
+    for piece in text.split(","):
+        try:
+            low, high = (float(edge) for edge in piece.split("-"))
+        except ValueError:
+            raise ValueError(f"bins '{text}' cannot be read at '{piece.strip()}': "
+                             "give a count such as 8, or edges such as 0.1-0.3, 0.3-0.5") from None
+        if not 0 <= low < high <= 1:
+            raise ValueError(f"bin {low:g}-{high:g} is not inside 0-1 in ascending order: correct its edges")
+        bins.append((low, high))
+    bins.sort()
+    for (_, end), (start, _) in zip(bins, bins[1:]):
+        if start < end:
+            raise ValueError(f"two bins overlap between {start:g} and {end:g}: correct their edges")
+    return bins
+
+
+def draw_sigma(seed: int, image: str, sigma_bin: Bin, draw: int) -> float:
+    """Sigma of a draw, uniform in its bin, shared by all arms. 0 itself is never drawn."""
+    low, high = sigma_bin
+    return high - (high - low) * float(stream("sigma", seed, image, low, high, draw).random())
+
+
+def draw_noise(seed: int, image: str, sigma_bin: Bin, draw: int, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Noise N(0, I) of a draw [*shape], float32; key is "shared", "null", or an arm that has its own."""
+    return standard_normal(stream("noise", seed, image, *sigma_bin, draw, key), shape)
+
+
+def standard_normal(generator: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+    """N(0, 1) of a stream as a float32 tensor [*shape]."""
+    return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
+
+
+def carry_noise(noise: torch.Tensor, grid: tuple[int, int], fresh: np.random.Generator) -> torch.Tensor:
+    """The same noise on another grid: [..., H, W] -> [..., h, w], exactly N(0, I) again.
+
+    The orthonormal DCT-II coefficients that both grids hold are kept; those that only the new grid holds are drawn
+    fresh. With both axes shorter or equal nothing is drawn. The same grid returns the noise itself.
+    """
+    height, width = noise.shape[-2:]
+    if (height, width) == tuple(grid):
+        return noise
+    coefficients = scipy.fft.dctn(noise.double().numpy(), axes=(-2, -1), norm="ortho")
+    rows, columns = min(height, grid[0]), min(width, grid[1])
+    if grid[0] > height or grid[1] > width:
+        carried = fresh.standard_normal((*noise.shape[:-2], *grid))
+    else:
+        carried = np.empty((*noise.shape[:-2], *grid))
+    carried[..., :rows, :columns] = coefficients[..., :rows, :columns]
+    return torch.from_numpy(scipy.fft.idctn(carried, axes=(-2, -1), norm="ortho")).to(noise.dtype)
+
+
+def noised(latent: torch.Tensor, noise: torch.Tensor, sigma: float) -> torch.Tensor:
+    """z = (1 - sigma) x + sigma eps."""
+    return (1 - sigma) * latent + sigma * noise
+
+
+def velocity_loss(predicted: torch.Tensor, latent: torch.Tensor, noise: torch.Tensor,
+                  weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Mean over latent elements of (v_hat - (eps - x))^2 in float32; weights [h, w] make it a weighted mean."""
+    error = (predicted.float() - (noise - latent).float()) ** 2
+    if weights is None:
+        return error.mean()
+    return (error * weights).sum() / weights.expand_as(error).sum()
+
+
+@dataclass(frozen=True)
+class SigmaDensity:
+    """Density of sigma in training: "uniform", "logit_normal" (mean, std) or "shifted" (shift).
+
+    "shifted" maps a uniform u to shift u / (1 + (shift - 1) u), which is how a flow model's own schedule shift
+    spreads its steps; shift 1 is uniform.
+    """
+
+    name: str = "uniform"
+    mean: float = 0.0
+    std: float = 1.0
+    shift: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.name not in ("uniform", "logit_normal", "shifted"):
+            raise ValueError(f"sigma density '{self.name}' is unknown: use uniform, logit_normal or shifted")
+        if self.std <= 0 or self.shift <= 0:
+            raise ValueError(f"sigma density {self.name} needs std and shift above 0, "
+                             f"got {self.std:g} and {self.shift:g}")
+
+    def quantile(self, u: float) -> float:
+        """Sigma below which a fraction u of the steps falls."""
+        if self.name == "logit_normal":
+            return float(scipy.special.expit(self.mean + self.std * scipy.stats.norm.ppf(u)))
+        return self._shift * u / (1 + (self._shift - 1) * u)
+
+    def cdf(self, sigma: float) -> float:
+        """Fraction of the steps below sigma."""
+        if not 0 < sigma < 1:
+            return float(sigma >= 1)
+        if self.name == "logit_normal":
+            return float(scipy.stats.norm.cdf((math.log(sigma / (1 - sigma)) - self.mean) / self.std))
+        return sigma / (self._shift - (self._shift - 1) * sigma)
+
+    @property
+    def _shift(self) -> float:
+        return self.shift if self.name == "shifted" else 1.0

@@ -1,0 +1,188 @@
+"""Measurement: the scalars of every (image, bin) cell that all estimators are made from, and their file.
+
+A measurement never holds gradients. Per cell it keeps, for the even and the odd draws apart, the inner
+products of the arms' gradient sums and the sums of their per-draw inner products; METHOD sections 4 and 5
+need nothing else. The file is JSON lines: a header, then one line a cell, appended as cells are finished,
+so that what was measured before an interruption is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = "demotion-measurement"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The primitives of one image in one sigma bin.
+
+    With A arms, H = 2 half-sets (even draws, odd draws) and G parts of the adapter:
+
+    image     content hash of the picture
+    bin       (lo, hi) of sigma
+    arms      names of the arms measured here, "src" first; an off-route picture has fewer
+    gram      [G, H, A, H, A]  <S_a, S_b> between the half-sets' gradient sums, float64
+    products  [G, H, A, A]     sum over the draws of a half of <g_a,d, g_b,d>, float64
+    counts    draws in each half
+    grids     latent cells (H, W) of each arm
+    losses    mean loss of each arm over the draws
+    """
+
+    image: str
+    bin: tuple[float, float]
+    arms: tuple[str, ...]
+    gram: np.ndarray
+    products: np.ndarray
+    counts: tuple[int, int]
+    grids: tuple[tuple[int, int], ...]
+    losses: tuple[float, ...]
+
+    @property
+    def count(self) -> int:
+        """Draws D."""
+        return sum(self.counts)
+
+    def pooled(self, part: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Gram [A, A] of the sums over all draws, and products [A, A]; one part of the adapter or all."""
+        gram = self.gram.sum(axis=(1, 3))
+        products = self.products.sum(axis=1)
+        if part is None:
+            return gram.sum(axis=0), products.sum(axis=0)
+        return gram[part], products[part]
+
+
+@dataclass
+class Measurement:
+    """Settings and cells of one run of the probe.
+
+    settings holds everything that a number depends on: arms, bins, draws, noise, seed, parts, adapter, model,
+    images (hash -> name and realised grids), native tier and environment. It is plain JSON data.
+    """
+
+    settings: dict[str, Any]
+    cells: list[Cell] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """Hash of the settings: names the file, and seeds what is resampled from the measurement."""
+        return settings_key(self.settings)
+
+    @property
+    def bins(self) -> list[tuple[float, float]]:
+        return [tuple(edges) for edges in self.settings["bins"]]
+
+    @property
+    def arms(self) -> list[str]:
+        return list(self.settings["arms"])
+
+    def header(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, "settings": self.settings}
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole file atomically."""
+        lines = [json.dumps(self.header())] + [json.dumps(_cell_to_json(cell)) for cell in self.cells]
+        write_atomically(Path(path), ("\n".join(lines) + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Measurement:
+        """Read a file; a last line cut short by a killed process is not a cell and is left out.
+
+        Raises ValueError when the file is not a measurement or was written by a later version.
+        """
+        lines = Path(path).read_bytes().split(b"\n")
+        settings = _read_header(lines[0], path)
+        # Every finished line ends in a newline, so the piece after the last newline is never whole.
+        cells = [_cell_from_json(json.loads(line)) for line in lines[1:-1]]
+        return cls(settings, cells)
+
+
+def settings_key(settings: dict[str, Any]) -> str:
+    """16 hex digits naming the settings."""
+    text = json.dumps(settings, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def open_for_append(path: Path, settings: dict[str, Any]) -> Measurement:
+    """Start a measurement file, or continue one: what is there and whole is returned, the rest cut off.
+
+    Raises ValueError naming the first difference when the file was made with other settings.
+    """
+    if not path.exists():
+        measurement = Measurement(settings)
+        measurement.save(path)
+        return measurement
+    measurement = Measurement.load(path)
+    for name in sorted(settings.keys() | measurement.settings.keys()):
+        ours, theirs = settings.get(name), measurement.settings.get(name)
+        if json.dumps(ours, sort_keys=True) != json.dumps(theirs, sort_keys=True):
+            raise ValueError(f"{path.name} was measured with {name} = {theirs}, this run has {ours}: "
+                             "use the same settings or another file name")
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+    return measurement
+
+
+def append(path: Path, cell: Cell) -> None:
+    """Add one finished cell to the file, in one write, and flush it to the disk."""
+    with open(path, "ab") as file:
+        file.write(json.dumps(_cell_to_json(cell)).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write beside the target and rename, so that a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_bytes(data)
+    os.replace(part, path)
+
+
+def check_format(data: Any, name: str, version: int, path: str | Path) -> None:
+    """Raise ValueError unless data is an object of this format, of this version or an earlier one."""
+    if not isinstance(data, dict) or data.get("format") != name:
+        raise ValueError(f"{Path(path).name} is not a {name} file")
+    if data["version"] > version:
+        raise ValueError(f"{Path(path).name} is a {name} file of version {data['version']}; "
+                         f"this pack reads up to {version}: update the pack")
+
+
+def gram_products(sums: Sequence[np.ndarray]) -> np.ndarray:
+    """[H, A, H, A] inner products of half-set sums, each [A, P]."""
+    rows = np.concatenate([np.asarray(half, dtype=np.float64) for half in sums])
+    arms = len(sums[0])
+    return (rows @ rows.T).reshape(len(sums), arms, len(sums), arms)
+
+
+def _read_header(line: bytes, path: str | Path) -> dict[str, Any]:
+    try:
+        header = json.loads(line)
+    except ValueError:
+        header = None
+    check_format(header, FORMAT, VERSION, path)
+    return header["settings"]
+
+
+def _cell_to_json(cell: Cell) -> dict[str, Any]:
+    data = asdict(cell)
+    return data | {"gram": cell.gram.tolist(), "products": cell.products.tolist()}
+
+
+def _cell_from_json(data: dict[str, Any]) -> Cell:
+    return Cell(image=data["image"], bin=tuple(data["bin"]), arms=tuple(data["arms"]),
+                gram=np.array(data["gram"], dtype=np.float64),
+                products=np.array(data["products"], dtype=np.float64),
+                counts=tuple(data["counts"]), grids=tuple(map(tuple, data["grids"])),
+                losses=tuple(data["losses"]))
