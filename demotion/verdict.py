@@ -1,0 +1,202 @@
+"""From per-image terms to a verdict: standard errors, the simultaneous band, and what would decide.
+
+Images are the sample. A distance d = 1 - X / sqrt(S A), or a difference of two such distances, has over images
+with weights w the linearised influence
+
+    e_i = x_i / sqrt(S A) - c (s_i / 2S + a_i / 2A),   SE^2 = n / (n - 1) sum_i w_i e_i^2,   n = sum_i w_i
+
+with n over the images that have the arm. Single cells get a delete-one-image jackknife with Student's t; a family
+of cells gets one studentised bootstrap band, since windows are chosen after looking at all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from .cosine import Terms
+from .draws import stream
+
+SAFE, UNSAFE, UNDECIDED, NO_SIGNAL = "safe", "unsafe", "undecided", "no signal"
+MIN_IMAGES = 8
+TOO_FEW = f"fewer than {MIN_IMAGES} images: no verdict"
+RESAMPLES = 4000
+LEVEL = 0.975
+MAX_LOST = 0.01
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """What a verdict is about: an arm's distance from src or, with a control, its excess over the control's."""
+
+    arm: Terms
+    control: Terms | None = None
+
+    @property
+    def present(self) -> np.ndarray:
+        """[N] images that enter."""
+        return self.arm.present
+
+    @property
+    def images(self) -> int:
+        return int(self.present.sum())
+
+
+def contrast(arm: Terms, control: Terms | None = None) -> Contrast:
+    """Contrast of an arm; an excess is taken over the images that have both arms."""
+    if control is None:
+        return Contrast(arm)
+    return Contrast(arm.where(control.present), control.where(arm.present))
+
+
+def distance(terms: Terms, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """d [R] = 1 - c, and influences on c, e [R, N], under image weights [R, N].
+
+    NaN where S or A is not positive.
+    """
+    total_x, total_s, total_a = (weights @ values for values in (terms.x, terms.s, terms.a))
+    signal = (total_s > 0) & (total_a > 0)
+    root = np.sqrt(total_s * total_a, out=np.full(len(weights), np.nan), where=signal)
+    cosine = total_x / root
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bracket = np.outer(1 / total_s, terms.s / 2) + np.outer(1 / total_a, terms.a / 2)
+        return 1 - cosine, np.outer(1 / root, terms.x) - cosine[:, None] * bracket
+
+
+def estimate(cell: Contrast, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """d [R], its linearised standard error [R] and influences [R, N] under image weights [R, N]."""
+    d, influence = distance(cell.arm, weights)
+    if cell.control is not None:
+        control_d, control_influence = distance(cell.control, weights)
+        d, influence = d - control_d, influence - control_influence
+    count = weights @ cell.present
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = np.sqrt(count / (count - 1) * (weights * influence ** 2).sum(axis=1))
+    return d, error, influence
+
+
+def point(cell: Contrast) -> tuple[float, float]:
+    """d and its linearised standard error over all images."""
+    d, error, _ = estimate(cell, np.ones((1, len(cell.present))))
+    return float(d[0]), float(error[0])
+
+
+def pointwise(cell: Contrast) -> tuple[float, float]:
+    """95 % interval of one cell: delete-one-image jackknife standard error, t of n - 1 degrees of freedom.
+
+    NaN when an image less leaves no signal, and for fewer than 2 images.
+    """
+    count = cell.images
+    if count < 2:
+        return math.nan, math.nan
+    left_out, _, _ = estimate(cell, (1 - np.eye(len(cell.present)))[cell.present])
+    error = math.sqrt((count - 1) / count * ((left_out - left_out.mean()) ** 2).sum())
+    reach = float(stats.t.ppf(LEVEL, count - 1)) * error
+    d, _ = point(cell)
+    return d - reach, d + reach
+
+
+@dataclass(frozen=True)
+class Band:
+    """Simultaneous 95 % band of a family: bounds d + q_safe SE and d - q_unsafe SE.
+
+    signal  per cell, False where a norm is not clearly positive and the cell has left the family
+    """
+
+    q_safe: float
+    q_unsafe: float
+    signal: tuple[bool, ...]
+
+
+def simultaneous(family: Sequence[Contrast], key: str, resamples: int = RESAMPLES) -> Band:
+    """Studentised bootstrap over images for all cells of a family at once.
+
+    One multinomial weight vector a resample serves every cell, so their correlation is kept; T = (d - d*) / SE*.
+    q_safe and q_unsafe are the .975 quantiles of the largest T and the largest -T over the cells. key names the
+    measurement and fixes the resamples. A cell whose S*, A* or SE* is not positive in more than 1 % of the
+    resamples leaves the family; the few such resamples of a cell that stays count as the cell's own most extreme
+    ones, on both sides. Cells of fewer than 8 images get no verdict and take no part.
+    """
+    signal = [False] * len(family)
+    images = len(family[0].present)
+    weights = stream("bootstrap", key).multinomial(images, np.full(images, 1 / images), resamples)
+    highest = np.full(resamples, -np.inf)
+    lowest = np.full(resamples, np.inf)
+    for index, cell in enumerate(family):
+        center, _ = point(cell)
+        d, error, _ = estimate(cell, weights)
+        kept = np.isfinite(d) & (error > 0)
+        signal[index] = math.isfinite(center) and kept.mean() >= 1 - MAX_LOST
+        if not signal[index] or cell.images < MIN_IMAGES:
+            continue
+        t = (center - d[kept]) / error[kept]
+        highest[kept] = np.maximum(highest[kept], t)
+        lowest[kept] = np.minimum(lowest[kept], t)
+        highest[~kept] = np.maximum(highest[~kept], t.max())
+        lowest[~kept] = np.minimum(lowest[~kept], t.min())
+    if not np.isfinite(highest).all():
+        return Band(math.nan, math.nan, tuple(signal))
+    return Band(float(np.quantile(highest, LEVEL)), float(np.quantile(-lowest, LEVEL)), tuple(signal))
+
+
+def judge(low: float, high: float, margin: float) -> str:
+    """Verdict of a cell with signal from its simultaneous bounds."""
+    if high < margin:
+        return SAFE
+    if low > margin:
+        return UNSAFE
+    return UNDECIDED
+
+
+def split_variance(cell: Contrast, even: Contrast, odd: Contrast) -> tuple[float, float]:
+    """Within-image and between-image variance of one image's influence on d, so SE^2 = (within + between) / n.
+
+    even and odd are the same contrast from the half-sets of draws; within = mean (psi_even - psi_odd)^2 / 4 is an
+    upper bound, between is the rest, at least 0. More draws shrink the first, only more images the second.
+    """
+    weights = np.ones((1, len(cell.present)))
+    count = cell.images
+    psi = [count * estimate(part, weights)[2][0][cell.present] for part in (even, odd)]
+    within = float(((psi[0] - psi[1]) ** 2).mean() / 4)
+    return within, max(count * point(cell)[1] ** 2 - within, 0.0)
+
+
+def what_decides(verdict: str, d: float, error: float, band: Band, margin: float, images: int, draws: int,
+                 within: float, between: float) -> str:
+    """One sentence with numbers on what would settle an open cell; empty for a settled one.
+
+    Assumes that d stays where it is, that within-image variance falls as 1 / draws, and that the standard error
+    falls as 1 / sqrt(images).
+    """
+    if verdict == TOO_FEW:
+        return f"measure at least {MIN_IMAGES} pictures on this route (now {images})"
+    if verdict == NO_SIGNAL:
+        return (f"the gradient does not stand clear of its noise at {draws} draws of {images} images: "
+                "measure more draws")
+    if verdict != UNDECIDED:
+        return ""
+    below = d < margin
+    quantile = band.q_safe if below else band.q_unsafe
+    side = "upper bound below" if below else "lower bound above"
+    if abs(d - margin) < error:
+        return (f"{d:.3f} lies within one standard error ({error:.3f}) of the margin {margin:g}: it could fall on "
+                f"either side, and telling needs much more data or a margin {_further(d, error, band)}")
+    target = (abs(d - margin) / quantile) ** 2
+    ways = [f"about {math.ceil(images * error ** 2 / target)} images (now {images})"]
+    room = images * target - between
+    if math.isfinite(within) and room > 0:
+        ways.insert(0, f"about {_even(draws * min(within, images * error ** 2) / room)} draws (now {draws})")
+    only = "" if len(ways) == 2 or not math.isfinite(within) else "; more draws alone would not"
+    return f"if it stays at {d:.3f}, {' or '.join(ways)} would bring the {side} {margin:g}{only}"
+
+
+def _even(draws: float) -> int:
+    return 2 * math.ceil(draws / 2)
+
+
+def _further(d: float, error: float, band: Band) -> str:
+    return f"above {d + band.q_safe * error:.3f} or below {max(d - band.q_unsafe * error, 0):.3f}"

@@ -1,0 +1,1 @@
+"""What ComfyUI needs: the only room that imports comfy."""

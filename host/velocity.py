@@ -1,0 +1,51 @@
+"""(z, sigma, conditioning) -> predicted velocity, through ComfyUI's own sampling path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.model_patcher
+import comfy.model_sampling
+import comfy.sampler_helpers
+import comfy.samplers
+import torch
+
+from . import text
+
+
+class Velocity:
+    """The velocity a flow model predicts, differentiable in the model's trainable parameters.
+
+    Conditioning is prepared once per (conditioning, latent shape), as the host's sampler prepares it before its first
+    step. The model's own sigma, its x0 prediction and the velocity are related by v = (z - x0)/sigma.
+    """
+
+    def __init__(self, patcher: comfy.model_patcher.ModelPatcher) -> None:
+        self.model = patcher.model
+        self.device = patcher.load_device
+        self.options = comfy.model_patcher.create_model_options_clone(patcher.model_options)
+        # Read by families whose forward looks up its place in the schedule.
+        self.options.setdefault("transformer_options", {})["sample_sigmas"] = torch.tensor([1.0, 0.0])
+        self.rescaled = isinstance(self.model.model_sampling, comfy.model_sampling.COSMOS_RFLOW)
+        self._prepared: dict[tuple[int, torch.Size], tuple[Any, list]] = {}
+
+    def __call__(self, z: torch.Tensor, sigma: float, conditioning: list) -> torch.Tensor:
+        """z [B, C, ..., H, W] at one sigma in (0, 1] -> velocity of the same shape, float32."""
+        level = torch.full((z.shape[0],), sigma, device=z.device, dtype=torch.float32)
+        state = z
+        if self.rescaled:
+            level = level / (1 - level)
+            state = z / (1 - sigma)
+        conds = self._prepare(conditioning, z)
+        denoised = comfy.samplers.calc_cond_batch(self.model, [conds], state, level, self.options)[0]
+        return (z - denoised) / sigma
+
+    def _prepare(self, conditioning: list, z: torch.Tensor) -> list:
+        key = id(conditioning), z.shape
+        if key not in self._prepared:
+            entries = comfy.sampler_helpers.convert_cond(text.own_copy(conditioning))
+            conds = comfy.samplers.process_conds(self.model, torch.zeros_like(z), {"positive": entries}, self.device,
+                                                 latent_image=torch.zeros_like(z), seed=0, latent_shapes=[z.shape])
+            # The conditioning is kept beside its id, so that the id cannot be reused by another.
+            self._prepared[key] = conditioning, conds["positive"]
+        return self._prepared[key][1]
