@@ -260,6 +260,7 @@ def crops(
 
 CHANNELS = 16
 PATCH = 8
+CELL = 4
 SHIFT, SCALE = 0.1159, 0.3611  # comfy.latent_formats.Flux
 # The decoder starts with 3 tanh(x / 3). Unit-variance latents have tails well beyond 3; divided by
 # this they stay in its nearly linear part. vae_scale undoes it, so nothing outside sees it.
@@ -280,9 +281,9 @@ def patches(pixels: Tensor) -> Tensor:
 
 
 def principal_components(pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """(matrix [16, 192], bias [16]) from patches to standardised principal components.
+    """(components [192, 192] by rows, mean [192]) of the patches of uint8 pixels [N, 3, H, W].
 
-    pixels is uint8 [N, 3, H, W]. Signs are fixed by the sum of each component, so that a second
+    Rows are scaled to unit variance of their coefficient. Their signs are fixed, so that a second
     run gives the same latents.
     """
     total = torch.zeros(3 * PATCH**2, dtype=torch.float64)
@@ -295,31 +296,72 @@ def principal_components(pixels: Tensor) -> tuple[Tensor, Tensor]:
         count += len(rows)
     mean = total / count
     values, vectors = torch.linalg.eigh(second / count - torch.outer(mean, mean))
-    values, vectors = values.flip(0)[:CHANNELS], vectors.flip(1)[:, :CHANNELS]
     vectors = vectors * torch.where(vectors.sum(0) < 0, -1.0, 1.0)
-    matrix = (vectors / values.sqrt()).T
-    return matrix.float(), (-matrix @ mean).float()
+    return (vectors / values.sqrt()).T.flip(0).float(), mean.float()
 
 
-def project(pixels: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
-    """Pixels in 0..1 -> standardised latents: what the encoder below computes, 100 times faster."""
-    kernel = matrix.view(CHANNELS, 3, PATCH, PATCH)
-    return nn.functional.conv2d(pixels, kernel, bias, stride=PATCH)
+def pca_reconstruction(pixels: Tensor, components: Tensor, mean: Tensor) -> Tensor:
+    """What the 16 leading components keep of the pixels: the yardstick for the VAE."""
+    unit = nn.functional.normalize(components[:CHANNELS])
+    rows = patches(pixels).movedim(1, -1) - mean
+    return nn.functional.pixel_shuffle((rows @ unit.T @ unit + mean).movedim(-1, 1), PATCH)
 
 
-def back_project(latents: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
-    """The reconstruction of principal component analysis, the yardstick for the decoder."""
-    flat = latents.movedim(1, -1) - bias
-    return nn.functional.pixel_shuffle((flat @ torch.linalg.pinv(matrix).T).movedim(-1, 1), PATCH)
+class EncoderTail(nn.Module):
+    """The trained part of the encoder, on pixels sorted by place in 4x4 cells, not negative.
+
+    comfy.taesd's Encoder from its last strided convolution on. It starts as the 16 leading
+    principal components of 8x8 patches: rectified pairs of signed parts pass the blocks, whose
+    residual branches start at zero, and the last convolution takes the difference of each pair.
+    Its input has the 48 channels that sorting fills; the other 16 of 64 stay empty.
+    """
+
+    def __init__(self, components: Tensor) -> None:
+        super().__init__()
+        from comfy.taesd.taesd import Block, conv
+
+        down = conv(3 * CELL**2, 64, stride=2, bias=False)
+        self.layers = nn.Sequential(down, *(Block(64, 64) for _ in range(3)), conv(64, CHANNELS))
+        initialise(self.layers)
+        # What standardises the output; folded into the last convolution when it is written.
+        self.register_buffer("mean", torch.zeros(CHANNELS))
+        self.register_buffer("scale", torch.ones(CHANNELS))
+        with torch.no_grad():
+            for block in list(self.layers)[1:4]:
+                block.conv[-1].weight.zero_()
+            down.weight.zero_()
+            # [32, 3 * 64] -> [32, (colour, row and column in the cell), row, column of the cell]
+            kernel = components.view(-1, 3, 2, CELL, 2, CELL).permute(0, 1, 3, 5, 2, 4)
+            kernel = kernel.reshape(len(components), 3 * CELL**2, 2, 2)
+            # The strided convolution sees cells 2i - 1 .. 2i + 1; the patch is the last two.
+            down.weight[0::2, :, 1:, 1:] = kernel
+            down.weight[1::2, :, 1:, 1:] = -kernel
+            self.layers[-1].weight.zero_()
+            for channel in range(CHANNELS):
+                self.layers[-1].weight[channel, 2 * channel, 1, 1] = 1
+                self.layers[-1].weight[channel, 2 * channel + 1, 1, 1] = -1
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Pixels in 0..1 -> standardised latents."""
+        raw = self.layers(nn.functional.pixel_unshuffle(pixels, CELL))
+        return (raw - self.mean[:, None, None]) / self.scale[:, None, None]
+
+    @torch.no_grad()
+    def standardise(self, raw: Tensor, weight: float) -> None:
+        """Move the running statistics towards those of a batch of latents, standardised or not."""
+        values = (raw * self.scale[:, None, None] + self.mean[:, None, None]).movedim(1, 0)
+        values = values.flatten(1)
+        variance = self.scale**2 + self.mean**2  # the second moment, which averages linearly
+        variance.lerp_(values.pow(2).mean(1), weight)
+        self.mean.lerp_(values.mean(1), weight)
+        self.scale.copy_((variance - self.mean**2).clamp(min=1e-6).sqrt())
 
 
-def pca_encoder(matrix: Tensor, bias: Tensor) -> dict[str, Tensor]:
-    """Weights of comfy.taesd's Encoder that compute the principal components exactly.
+def whole_encoder(tail: EncoderTail) -> dict[str, Tensor]:
+    """Weights of comfy.taesd's Encoder that compute what the tail computes.
 
-    Pixels are not negative, so they pass the ReLUs unchanged: the three strided convolutions only
-    sort them (3 channels, then 12, then 48 and, by now projected, the signed components as pairs
-    of parts), residual branches stay zero, and the last convolution takes the difference of the
-    pairs and adds the bias.
+    Pixels are not negative, so ReLUs pass them unchanged and, with empty residual branches, the
+    first two strided convolutions only sort them: 3 channels, then 12, then 48.
     """
     import comfy.taesd.taesd
 
@@ -327,27 +369,29 @@ def pca_encoder(matrix: Tensor, bias: Tensor) -> dict[str, Tensor]:
     state = {name: torch.zeros_like(value) for name, value in encoder.state_dict().items()}
     for colour in range(3):
         state["0.weight"][colour, colour, 1, 1] = 1
-    # A strided convolution sees rows 2i - 1 .. 2i + 1; its taps 1 and 2 are the two rows of cell i.
-    for name, channels in (("2.weight", 3), ("6.weight", 12)):
-        for channel in range(channels):
-            for tap in range(4):
-                state[name][channel * 4 + tap, channel, 1 + tap // 2, 1 + tap % 2] = 1
-    for colour in range(3):
-        for first in range(4):  # which pixel of the 2x2, then of the 4x4, then of the 8x8
-            for second in range(4):
-                for third in range(4):
-                    row = first // 2 + 2 * (second // 2) + 4 * (third // 2)
-                    column = first % 2 + 2 * (second % 2) + 4 * (third % 2)
-                    weights = matrix[:, colour * PATCH**2 + row * PATCH + column]
-                    channel = colour * 16 + first * 4 + second
-                    at = (channel, 1 + third // 2, 1 + third % 2)
-                    state["10.weight"][:CHANNELS, *at] = weights
-                    state["10.weight"][CHANNELS : 2 * CHANNELS, *at] = -weights
-    for channel in range(CHANNELS):
-        state["14.weight"][channel, channel, 1, 1] = 1 / HEADROOM
-        state["14.weight"][channel, CHANNELS + channel, 1, 1] = -1 / HEADROOM
-    state["14.bias"][:] = bias / HEADROOM
+        # A strided convolution sees rows 2i - 1 .. 2i + 1; its taps 1 and 2 are those of cell i.
+        for row in range(CELL):
+            for column in range(CELL):
+                half = colour * 4 + row % 2 * 2 + column % 2
+                state["2.weight"][half, colour, 1 + row % 2, 1 + column % 2] = 1
+                quarter = colour * CELL**2 + row * CELL + column
+                state["6.weight"][quarter, half, 1 + row // 2, 1 + column // 2] = 1
+    for name, value in tail.layers.state_dict().items():
+        place, _, rest = name.partition(".")
+        target = state[f"{int(place) + 10}.{rest}"]
+        target[tuple(slice(size) for size in value.shape)] = value
+    state["14.weight"] /= tail.scale[:, None, None, None] * HEADROOM
+    state["14.bias"] = (state["14.bias"] - tail.mean) / (tail.scale * HEADROOM)
     return state
+
+
+def initialise(modules: nn.Sequential) -> None:
+    """He initialisation; ComfyUI's layers leave their memory as it was."""
+    for module in modules.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 def narrow_decoder() -> nn.Sequential:
@@ -365,17 +409,13 @@ def narrow_decoder() -> nn.Sequential:
     modules = [Clamp(), conv(CHANNELS, WIDTHS[0]), nn.ReLU(), *blocks(0, 3)]
     modules += up(1) + blocks(1, 3) + up(2) + blocks(2, 3) + up(3) + blocks(3, 1)
     decoder = nn.Sequential(*modules, conv(WIDTHS[3], 3))
-    initialise_decoder(decoder)
+    start_decoder(decoder)
     return decoder
 
 
-def initialise_decoder(decoder: nn.Sequential) -> None:
+def start_decoder(decoder: nn.Sequential) -> None:
     """Start from smooth interpolation: latents pass as pairs of parts, residuals start small."""
-    for module in decoder.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+    initialise(decoder)
     tent = torch.tensor([0.25, 0.5, 0.25])
     for previous, module in zip(decoder, list(decoder)[1:], strict=False):
         if isinstance(previous, nn.Upsample):
@@ -459,17 +499,22 @@ def vae_pixels(training: list[Path], work: Path) -> Tensor:
     return load_file(path)["pixels"]
 
 
-def train_decoder(pixels: Tensor, matrix: Tensor, bias: Tensor, work: Path, minutes: float) -> None:
-    """Train the narrow decoder on squared error; the average is kept in work/decoder.pt."""
-    path = work / "decoder.pt"
+def train_vae(pixels: Tensor, work: Path, minutes: float) -> None:
+    """Train tail and narrow decoder together on squared error; averages go to work/vae.pt."""
+    path = work / "vae.pt"
     torch.manual_seed(3)
-    decoder = narrow_decoder().to(memory_format=torch.channels_last)
-    average = Average(decoder, 0.995)
-    optimiser = torch.optim.Adam(decoder.parameters(), lr=2e-3, betas=(0.9, 0.99))
+    components, _ = principal_components(pixels)
+    model = nn.ModuleDict({"tail": EncoderTail(components[:32]), "decoder": narrow_decoder()})
+    tail, decoder = model["tail"], model["decoder"]
+    with torch.no_grad():
+        tail.standardise(tail(pixels[:256].float() / 255), 1.0)
+    model = model.to(memory_format=torch.channels_last)
+    average = Average(model, 0.995)
+    optimiser = torch.optim.Adam(model.parameters(), lr=2e-3, betas=(0.9, 0.99))
     step, clock = 0, Clock(minutes, 0.0)
     if path.exists():
         saved = torch.load(path, weights_only=True)
-        decoder.load_state_dict(saved["decoder"])
+        model.load_state_dict(saved["model"])
         optimiser.load_state_dict(saved["optimiser"])
         average.shadow, average.steps = saved["average"], saved["step"]
         step, clock = saved["step"], Clock(minutes, saved["seconds"])
@@ -483,23 +528,25 @@ def train_decoder(pixels: Tensor, matrix: Tensor, bias: Tensor, work: Path, minu
         top, left = (int(n) for n in torch.randint(PATCH, (2,)))
         side = VAE_CROP - PATCH
         target = target[:, :, top : top + side, left : left + side]
-        target = target.contiguous(memory_format=torch.channels_last)
-        guess = decoder(project(target, matrix, bias) / HEADROOM)
+        latents = tail(target.contiguous(memory_format=torch.channels_last))
+        # Noise keeps the latents from hiding what matters in small amplitudes.
+        guess = decoder((latents + 0.05 * torch.randn_like(latents)) / HEADROOM)
         loss = nn.functional.mse_loss(guess, target)
         optimiser.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
+        tail.standardise(latents, 0.01)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
-        average.update(decoder)
+        average.update(model)
         step += 1
         running = loss.item() if running is None else 0.98 * running + 0.02 * loss.item()
         if step % 100 == 0:
             psnr = -10 * math.log10(running)
-            print(f"decoder {step} {clock.seconds():.0f} s, {psnr:.2f} dB", flush=True)
+            print(f"VAE step {step}, {clock.seconds():.0f} s, {psnr:.2f} dB", flush=True)
         if step % 200 == 0 or clock.done() >= 1:
             save_state(
                 path,
-                decoder=decoder.state_dict(),
+                model=model.state_dict(),
                 optimiser=optimiser.state_dict(),
                 average=average.shadow,
                 step=step,
@@ -507,12 +554,19 @@ def train_decoder(pixels: Tensor, matrix: Tensor, bias: Tensor, work: Path, minu
             )
 
 
-def write_vae(matrix: Tensor, bias: Tensor, work: Path) -> None:
-    """Write the single-file VAE in half precision: vae_scale and vae_shift stay exact."""
-    saved = torch.load(work / "decoder.pt", weights_only=True)
-    state = {f"taesd_encoder.{k}": v.half() for k, v in pca_encoder(matrix, bias).items()}
-    state |= {f"taesd_decoder.{k}": v.half() for k, v in widen(saved["average"]).items()}
+def write_vae(pixels: Tensor, work: Path) -> None:
+    """Standardise the averaged encoder exactly and write the single-file VAE in half precision."""
+    components, _ = principal_components(pixels)
+    model = nn.ModuleDict({"tail": EncoderTail(components[:32]), "decoder": narrow_decoder()})
+    model.load_state_dict(torch.load(work / "vae.pt", weights_only=True)["average"])
+    with torch.no_grad():
+        latents = torch.cat([model["tail"](chunk.float() / 255) for chunk in pixels.split(64)])
+        model["tail"].standardise(latents, 1.0)
+    encoder, decoder = whole_encoder(model["tail"]), widen(model["decoder"].state_dict())
+    state = {f"taesd_encoder.{k}": v.half() for k, v in encoder.items()}
+    state |= {f"taesd_decoder.{k}": v.half() for k, v in decoder.items()}
+    # process_latent_in of the Flux latent format undoes these two, up to HEADROOM.
     state["vae_scale"] = torch.tensor(SCALE / HEADROOM)
     state["vae_shift"] = torch.tensor(SHIFT)
     VAE_FILE.parent.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.contiguous() for k, v in state.items()}, VAE_FILE)
+    save_file({k: v.detach().contiguous() for k, v in state.items()}, VAE_FILE)

@@ -1,7 +1,8 @@
 """LoRA through PEFT: targets, injection, initial values, names, files.
 
-Modules are named as in the diffusion model ("double_blocks.0.img_attn.qkv"); in files every key carries the prefix
-that ComfyUI's loaders expect: diffusion_model.<module>.lora_A.weight, .lora_B.weight, .alpha.
+Modules are named as in the diffusion model ("double_blocks.0.img_attn.qkv"); in files every key
+carries the prefix that ComfyUI's loaders expect: diffusion_model.<module>.lora_A.weight,
+.lora_B.weight, .alpha.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ PROBE_NORM = 0.01
 
 @dataclass(frozen=True)
 class Weights:
-    """A LoRA as plain tensors: module -> (A [rank, in], B [out, rank], alpha). Delta W = alpha/rank B A."""
+    """A LoRA as plain tensors: module -> (A [rank, in], B [out, rank], alpha). Delta W = alpha/rank
+    B A."""
 
     modules: dict[str, tuple[torch.Tensor, torch.Tensor, float]]
 
@@ -41,9 +43,15 @@ class Weights:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """State dict in the names that ComfyUI's loaders apply."""
-        return {f"{PREFIX}{name}.{key}": tensor for name, (down, up, alpha) in sorted(self.modules.items())
-                for key, tensor in (("lora_A.weight", down), ("lora_B.weight", up),
-                                    ("alpha", torch.tensor(float(alpha))))}
+        return {
+            f"{PREFIX}{name}.{key}": tensor
+            for name, (down, up, alpha) in sorted(self.modules.items())
+            for key, tensor in (
+                ("lora_A.weight", down),
+                ("lora_B.weight", up),
+                ("alpha", torch.tensor(float(alpha))),
+            )
+        }
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
         """Write a safetensors file atomically."""
@@ -58,15 +66,22 @@ def match_targets(linears: Mapping[str, torch.nn.Module], pattern: str) -> list[
     try:
         found = sorted(name for name in linears if re.search(pattern, name))
     except re.error as error:
-        raise ValueError(f"targets '{pattern}' is not a regular expression ({error}): correct it") from None
+        raise ValueError(
+            f"targets '{pattern}' is not a regular expression ({error}): correct it"
+        ) from None
     if not found:
-        raise ValueError(f"targets '{pattern}' matches none of the model's {len(linears)} Linears, "
-                         f"such as {', '.join(sorted(linears)[:3])}: change the pattern")
+        raise ValueError(
+            f"targets '{pattern}' matches none of the model's {len(linears)} Linears, "
+            f"such as {', '.join(sorted(linears)[:3])}: change the pattern"
+        )
     return found
 
 
-def probe_weights(linears: Mapping[str, torch.nn.Module], targets: Sequence[str], rank: int, seed: int) -> Weights:
-    """Fresh adapter for a probe: A as PEFT initialises it, B normal with ||Delta W||_F = .01 ||W||_F, alpha = rank.
+def probe_weights(
+    linears: Mapping[str, torch.nn.Module], targets: Sequence[str], rank: int, seed: int
+) -> Weights:
+    """Fresh adapter for a probe: A as PEFT initialises it, B normal with ||Delta W||_F = .01
+    ||W||_F, alpha = rank.
 
     With B = 0 the gradient of A would vanish, and half of the adapter would not be measured.
     """
@@ -75,16 +90,34 @@ def probe_weights(linears: Mapping[str, torch.nn.Module], targets: Sequence[str]
         weight = linears[name].weight
         down = _kaiming(draws.stream("lora_A", seed, name), rank, weight.shape[1])
         up = draws.standard_normal(draws.stream("lora_B", seed, name), (weight.shape[0], rank))
-        up *= PROBE_NORM * torch.linalg.norm(weight.detach().float()).cpu() / torch.linalg.norm(up @ down)
+        up *= (
+            PROBE_NORM
+            * torch.linalg.norm(weight.detach().float()).cpu()
+            / torch.linalg.norm(up @ down)
+        )
         modules[name] = (down, up, float(rank))
     return Weights(modules)
 
 
-def zero_weights(linears: Mapping[str, torch.nn.Module], targets: Sequence[str], rank: int, alpha: float,
-                 seed: int) -> Weights:
-    """Ordinary start of training: A as PEFT initialises it, B = 0, so that the model starts as the base."""
-    return Weights({name: (_kaiming(draws.stream("lora_A", seed, name), rank, linears[name].weight.shape[1]),
-                           torch.zeros(linears[name].weight.shape[0], rank), float(alpha)) for name in targets})
+def zero_weights(
+    linears: Mapping[str, torch.nn.Module],
+    targets: Sequence[str],
+    rank: int,
+    alpha: float,
+    seed: int,
+) -> Weights:
+    """Ordinary start of training: A as PEFT initialises it, B = 0, so that the model starts as the
+    base."""
+    return Weights(
+        {
+            name: (
+                _kaiming(draws.stream("lora_A", seed, name), rank, linears[name].weight.shape[1]),
+                torch.zeros(linears[name].weight.shape[0], rank),
+                float(alpha),
+            )
+            for name in targets
+        }
+    )
 
 
 def _kaiming(generator, rank: int, features: int) -> torch.Tensor:
@@ -94,21 +127,29 @@ def _kaiming(generator, rank: int, features: int) -> torch.Tensor:
 
 
 class Adapter:
-    """A LoRA injected into a model by PEFT, trainable in float32. The model must be the caller's own copy."""
+    """A LoRA injected into a model by PEFT, trainable in float32. The model must be the caller's
+    own copy."""
 
     def __init__(self, model: torch.nn.Module, weights: Weights) -> None:
         """Inject. Raises ValueError when a shape does not fit its module."""
         for name, (down, up, _) in weights.modules.items():
             expected = tuple(model.get_submodule(name).weight.shape)
             if (up.shape[0], down.shape[1]) != expected:
-                raise ValueError(f"the LoRA's {name} is for a weight of {up.shape[0]}x{down.shape[1]}, the model's is "
-                                 f"{expected[0]}x{expected[1]}: choose a LoRA made for this model")
+                raise ValueError(
+                    f"the LoRA's {name} is for a weight of {up.shape[0]}x{down.shape[1]}, the "
+                    f"model's is "
+                    f"{expected[0]}x{expected[1]}: choose a LoRA made for this model"
+                )
         ranks = {name: down.shape[0] for name, (down, _, _) in weights.modules.items()}
         alphas = {name: alpha for name, (_, _, alpha) in weights.modules.items()}
-        config = LoraConfig(r=next(iter(ranks.values())), lora_alpha=next(iter(alphas.values())),
-                            target_modules="|".join(map(re.escape, ranks)), init_lora_weights=False,
-                            rank_pattern={f"^{re.escape(name)}": rank for name, rank in ranks.items()},
-                            alpha_pattern={f"^{re.escape(name)}": alpha for name, alpha in alphas.items()})
+        config = LoraConfig(
+            r=next(iter(ranks.values())),
+            lora_alpha=next(iter(alphas.values())),
+            target_modules="|".join(map(re.escape, ranks)),
+            init_lora_weights=False,
+            rank_pattern={f"^{re.escape(name)}": rank for name, rank in ranks.items()},
+            alpha_pattern={f"^{re.escape(name)}": alpha for name, alpha in alphas.items()},
+        )
         inject_adapter_in_model(config, model)
         self.alphas = alphas
         self.layers = {name: model.get_submodule(name) for name in sorted(ranks)}
@@ -121,8 +162,10 @@ class Adapter:
     @property
     def parts(self) -> dict[str, list[torch.nn.Parameter]]:
         """Trainable parameters in name order, the A and the B matrices apart."""
-        return {"A": [layer.lora_A["default"].weight for layer in self.layers.values()],
-                "B": [layer.lora_B["default"].weight for layer in self.layers.values()]}
+        return {
+            "A": [layer.lora_A["default"].weight for layer in self.layers.values()],
+            "B": [layer.lora_B["default"].weight for layer in self.layers.values()],
+        }
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -130,6 +173,13 @@ class Adapter:
 
     def weights(self) -> Weights:
         """A detached copy of the current values."""
-        return Weights({name: (layer.lora_A["default"].weight.detach().cpu().clone(),
-                               layer.lora_B["default"].weight.detach().cpu().clone(), self.alphas[name])
-                        for name, layer in self.layers.items()})
+        return Weights(
+            {
+                name: (
+                    layer.lora_A["default"].weight.detach().cpu().clone(),
+                    layer.lora_B["default"].weight.detach().cpu().clone(),
+                    self.alphas[name],
+                )
+                for name, layer in self.layers.items()
+            }
+        )

@@ -1,17 +1,20 @@
-"""Arms: the variants of a picture whose gradients are compared, and the training set that carries them.
+"""Arms: the variants of a picture whose gradients are compared, and the training set that carries
+them.
 
-    src            the picture on its native grid: the reference
-    null           the same latent under noise of its own: the instrument's zero
-    reenc          the native latent decoded and encoded again: the price of the VAE round trip
-    demote:E       the picture downscaled in pixel space to tier E, then encoded: what training would see
-    repromote:E    that downscaled picture carried back up to the native grid, then encoded: data without the grid
+src            the picture on its native grid: the reference
+null           the same latent under noise of its own: the instrument's zero
+reenc          the native latent decoded and encoded again: the price of the VAE round trip
+demote:E       the picture downscaled in pixel space to tier E, then encoded: what training would
+               see
+repromote:E    that downscaled picture carried back up to the native grid, then encoded: data
+               without the grid
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,7 +68,6 @@ class Item:
     size          pixels (height, width)
     native        native grid, latent cells
     conditioning  the host's own conditioning for the caption
-    latents       arm name -> file with the raw latent
     """
 
     image: str
@@ -77,7 +79,6 @@ class Item:
     caption: str
     repeats: int
     conditioning: Any = None
-    latents: dict[str, Path] = field(default_factory=dict)
 
     def pixels(self) -> np.ndarray:
         """The whole picture, uint8 [H, W, 3]."""
@@ -86,10 +87,6 @@ class Item:
     def box(self) -> resample.Box:
         """The crop box, in pixels, that every arm is cut with."""
         return resample.cover_box(self.size, self.native)
-
-    def latent(self, arm: Arm) -> torch.Tensor:
-        """Raw latent of an arm [C, ..., h, w]."""
-        return load_file(self.latents[str(SRC if arm == NULL else arm)])["latent"]
 
     def loss_weights(self, latent_grid: grid.Grid) -> torch.Tensor | None:
         """Loss weights [h, w] of the mask on a grid, or None without a mask."""
@@ -101,10 +98,11 @@ class Item:
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Pictures with the arms encoded so far. Small data and paths; never mutated, arms are added to a copy.
+    """Pictures with the arms encoded so far. Small data and paths; never mutated, arms are added to
+    a copy.
 
-    arms lists the arms every on-route picture has a latent for; off_route says, per arm, which pictures have
-    none and why.
+    arms lists the arms encoded for every on-route picture. Latents lie in the cache, named by what
+    they are made of.
     """
 
     items: tuple[Item, ...]
@@ -114,7 +112,6 @@ class TrainingSet:
     codec: Codec
     cache: Path
     arms: tuple[Arm, ...] = ()
-    off_route: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def pixel_size(self, cells: grid.Grid) -> tuple[int, int]:
         """Pixels (height, width) of a grid of latent cells."""
@@ -123,15 +120,56 @@ class TrainingSet:
     def grid_of(self, item: Item, arm: Arm) -> grid.Grid | None:
         """Grid of an item's arm in latent cells; None off-route."""
         if arm.kind == "demote":
-            return grid.demoted_grid(item.native, self.native_tier, arm.tier,
-                                     vae_factor=self.vae_factor, patch=self.patch)
+            return grid.demoted_grid(
+                item.native,
+                self.native_tier,
+                arm.tier,
+                vae_factor=self.vae_factor,
+                patch=self.patch,
+            )
         if arm.kind == "repromote" and self.grid_of(item, Arm("demote", arm.tier)) is None:
             return None
         return item.native
 
-    def on_route(self, tier: int) -> list[Item]:
-        """Items that have a demoted grid of this tier."""
-        return [item for item in self.items if self.grid_of(item, Arm("demote", tier)) is not None]
+    def arms_of(self, item: Item) -> list[Arm]:
+        """The arms that this item has a latent for."""
+        return [arm for arm in self.arms if self.grid_of(item, arm) is not None]
+
+    def latent(self, item: Item, arm: Arm) -> torch.Tensor:
+        """Raw latent of an item's arm [C, ..., h, w]: from the cache, or encoded into it.
+
+        Raises ValueError when it is not finite.
+        """
+        named_by = (
+            item.image,
+            item.native,
+            str(arm),
+            self.grid_of(item, arm),
+            self.codec.fingerprint,
+            PIXELS,
+        )
+        key = hashlib.blake2b(repr(named_by).encode(), digest_size=12).hexdigest()
+        path = self.cache / "latents" / f"{key}.safetensors"
+        if path.exists():
+            return load_file(path)["latent"]
+        latent = self.codec.encode(arm_pixels(self, item, arm)).contiguous()
+        if not torch.isfinite(latent).all():
+            raise ValueError(
+                f"the VAE gives NaN or infinite latents for {item.name} ({arm}): "
+                "run the VAE in fp32 or use another VAE"
+            )
+        measure.write_atomically(path, save({"latent": latent}))
+        return latent
+
+    def off_route(self, tier: int) -> dict[str, str]:
+        """Name -> reason of every picture without a demoted grid of this tier."""
+        reasons = {
+            item.name: grid.off_route_reason(
+                item.native, self.native_tier, tier, vae_factor=self.vae_factor, patch=self.patch
+            )
+            for item in self.items
+        }
+        return {name: reason for name, reason in reasons.items() if reason}
 
 
 def content_hash(pixels: np.ndarray) -> str:
@@ -156,7 +194,7 @@ def arm_pixels(training_set: TrainingSet, item: Item, arm: Arm) -> np.ndarray:
     """What the VAE is given for an arm of a picture, uint8 [h, w, 3]."""
     native = training_set.pixel_size(item.native)
     if arm.kind == "reenc":
-        return training_set.codec.decode(item.latent(SRC))
+        return training_set.codec.decode(training_set.latent(item, SRC))
     if arm.kind == "src":
         return resample.lanczos(item.pixels(), native, item.box())
     cells = training_set.grid_of(item, Arm("demote", arm.tier))
@@ -165,50 +203,24 @@ def arm_pixels(training_set: TrainingSet, item: Item, arm: Arm) -> np.ndarray:
 
 
 def add_arm(training_set: TrainingSet, arm: Arm, tick: Callable[[], None]) -> TrainingSet:
-    """A copy of the set in which every on-route picture has the arm encoded; tick is called per picture.
+    """A copy of the set with one more arm, every on-route picture encoded; tick is called per
+    picture.
 
-    Raises ValueError for a route that goes up or saves nothing, when no picture is on-route (each listed with its
-    reason), and for a latent that is not finite.
+    Raises ValueError for a route that goes up or saves nothing, when no picture is on-route (each
+    listed with its reason), and for a latent that is not finite.
     """
     if arm.tier is not None:
         grid.check_route(training_set.native_tier, arm.tier)
-    reasons = dict(_off_route_reasons(training_set, arm))
-    if len(reasons) == len(training_set.items):
-        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise ValueError(f"no picture is on the route {training_set.native_tier} -> {arm.tier}: {listed}. "
-                         "Use larger or squarer pictures, or another tier")
-    items = []
+        reasons = training_set.off_route(arm.tier)
+        if len(reasons) == len(training_set.items):
+            listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise ValueError(
+                f"no picture is on the route {training_set.native_tier} -> {arm.tier}: {listed}. "
+                "Use larger or squarer pictures, or another tier"
+            )
     for item in training_set.items:
-        if training_set.grid_of(item, arm) is None:
-            items.append(item)
-            continue
-        path = _encode(training_set, item, arm)
-        items.append(replace(item, latents=item.latents | {str(arm): path}))
-        tick()
+        if training_set.grid_of(item, arm) is not None:
+            training_set.latent(item, arm)
+            tick()
     arms = training_set.arms if arm in training_set.arms else (*training_set.arms, arm)
-    return replace(training_set, items=tuple(items), arms=arms,
-                   off_route=training_set.off_route | {str(arm): reasons})
-
-
-def _off_route_reasons(training_set: TrainingSet, arm: Arm) -> Iterator[tuple[str, str]]:
-    if arm.tier is None:
-        return
-    for item in training_set.items:
-        reason = grid.off_route_reason(item.native, training_set.native_tier, arm.tier,
-                                       vae_factor=training_set.vae_factor, patch=training_set.patch)
-        if reason:
-            yield item.name, reason
-
-
-def _encode(training_set: TrainingSet, item: Item, arm: Arm) -> Path:
-    codec = training_set.codec
-    named_by = (item.image, item.native, str(arm), training_set.grid_of(item, arm), codec.fingerprint, PIXELS)
-    key = hashlib.blake2b(repr(named_by).encode(), digest_size=12).hexdigest()
-    path = training_set.cache / "latents" / f"{key}.safetensors"
-    if not path.exists():
-        latent = codec.encode(arm_pixels(training_set, item, arm))
-        if not torch.isfinite(latent).all():
-            raise ValueError(f"the VAE gives NaN or infinite latents for {item.name} ({arm}): "
-                             "run the VAE in fp32 or use another VAE")
-        measure.write_atomically(path, save({"latent": latent.contiguous()}))
-    return path
+    return replace(training_set, arms=arms)

@@ -1,14 +1,16 @@
 """Debiased cosines between the mean gradients of arms, in one cell and over images.
 
-A mean over D draws is the true mean gradient plus noise that is nearly orthogonal to it, so the cosine of two
-such means reads low, and lower where the noise is larger. Products between different draws carry no such bias.
-With S_a the sum of arm a's gradients over the draws and P_ab = sum_d <g_a,d, g_b,d>,
+A mean over D draws is the true mean gradient plus noise that is nearly orthogonal to it, so the
+cosine of two such means reads low, and lower where the noise is larger. Products between different
+draws carry no such bias. With S_a the sum of arm a's gradients over the draws and
+P_ab = sum_d <g_a,d, g_b,d>,
 
-    M_ab = (<S_a, S_b> - P_ab) / (D (D - 1))        (one-set: all pairs of different draws)
-    M_ab = (<a, b'> + <a', b>) / 2                  (two-set: means of the even and of the odd draws)
+    M_ab = (<S_a, S_b> - P_ab) / (D (D - 1))    one-set: all pairs of different draws
+    M_ab = (<a, b'> + <a', b>) / 2              two-set: means of the even and of the odd draws
 
-are both unbiased for the inner product of the true mean gradients, whatever arms share inside a draw, and
-c_ab = M_ab / sqrt(M_aa M_bb) is the debiased cosine (arXiv 2608.04448, in its consistent form).
+are both unbiased for the inner product of the true mean gradients, whatever arms share inside a
+draw, and c_ab = M_ab / sqrt(M_aa M_bb) is the debiased cosine (arXiv 2608.04448, in its consistent
+form).
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ def one_set(sums: Any, products: Any, count: int) -> np.ndarray:
 def two_set(first: Any, second: Any) -> np.ndarray:
     """Debiased cosines [A, A] float64 from the half-set mean gradients first, second [A, P].
 
-    The numerator is (<a, b'> + <a', b>)/2, never a product inside a half, where arms share draws. NaN where a
-    factor under the root is not positive.
+    The numerator is (<a, b'> + <a', b>)/2, never a product inside a half, where arms share draws.
+    NaN where a factor under the root is not positive.
     """
     cross = _float64(first) @ _float64(second).T
     return cosine((cross + cross.T) / 2)
@@ -61,8 +63,9 @@ def debias(gram: np.ndarray, products: np.ndarray, count: int) -> np.ndarray:
 def moments(cell: Cell, estimator: str, part: int | None = None) -> np.ndarray:
     """M [A, A] of a cell: debiased inner products of the arms' mean gradients.
 
-    estimator is "one_set", "two_set", or "raw" for the biased products of the plain means; part picks one
-    part of the adapter. Raises ValueError for another estimator and for fewer than 2 draws.
+    estimator is "one_set", "two_set", or "raw" for the biased products of the plain means; part
+    picks one part of the adapter. Raises ValueError for another estimator and for fewer than 2
+    draws.
     """
     gram, products = cell.pooled(part)
     if estimator == "one_set":
@@ -72,16 +75,18 @@ def moments(cell: Cell, estimator: str, part: int | None = None) -> np.ndarray:
     if estimator != "two_set":
         raise ValueError(f"estimator '{estimator}' is unknown: use one of {', '.join(ESTIMATORS)}")
     if min(cell.counts) < 1:
-        raise ValueError(f"{cell.count} draws do not fill two half-sets: measure at least 2 draws a cell")
+        raise ValueError(f"{cell.count} draws do not fill two half-sets: "
+                         "measure at least 2 draws a cell")
     blocks = cell.gram.sum(axis=0) if part is None else cell.gram[part]
     cross = blocks[0, :, 1] / (cell.counts[0] * cell.counts[1])
     return (cross + cross.T) / 2
 
 
 def cosine(matrix: np.ndarray) -> np.ndarray:
-    """c [A, A] = M_ab / sqrt(M_aa M_bb); NaN ("no signal") where a factor under the root is not positive.
+    """c [A, A] = M_ab / sqrt(M_aa M_bb) of M [A, A].
 
-    Values above 1 are kept: they are what makes the estimate unbiased.
+    NaN ("no signal") where a factor under the root is not positive. Values above 1 are kept:
+    they are what makes the estimate unbiased.
     """
     square = np.diag(matrix)
     length = np.sqrt(square, out=np.full(len(square), np.nan), where=square > 0)
@@ -94,7 +99,7 @@ def mean_square(cell: Cell, part: int | None = None) -> np.ndarray:
 
 
 def noise_trace(cell: Cell, part: int | None = None) -> np.ndarray:
-    """trace(Sigma_a) [A] = (P_aa - |S_a|^2 / D) / (D - 1): variance of one draw's gradient, per arm."""
+    """trace(Sigma_a) [A] = (P_aa - |S_a|^2 / D) / (D - 1): noise of a draw's gradient, per arm."""
     gram, products = cell.pooled(part)
     return (np.diag(products) - np.diag(gram) / cell.count) / (cell.count - 1)
 
@@ -126,8 +131,9 @@ class Terms:
 def ratio_terms(cells: Sequence[Cell], arm: str, estimator: str, part: int | None = None) -> Terms:
     """Terms of the estimand "ratio" for one arm, from the N images' cells of one bin.
 
-    x_i = M_sa / sqrt(q_s q_a), s_i = M_ss / q_s, a_i = M_aa / q_a, each image's gradients scaled by their mean
-    squared draw norm q. So an image counts by its direction and its signal, not by its loss or its length.
+    x_i = M_sa / sqrt(q_s q_a), s_i = M_ss / q_s, a_i = M_aa / q_a, each image's gradients scaled by
+    their mean squared draw norm q. So an image counts by its direction and its signal, not by its
+    loss or its length.
     """
     x, s, a = np.zeros((3, len(cells)))
     present = np.array([arm in cell.arms for cell in cells], dtype=bool)

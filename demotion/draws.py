@@ -1,7 +1,8 @@
-"""Random numbers: sigma bins and densities, counter-based streams, common random numbers, the flow's algebra.
+"""Random numbers: sigma bins and densities, counter-based streams, common random numbers, the
+flow's algebra.
 
-Every number is drawn from a Philox stream keyed by a hash of what it is for, on the CPU. So a draw does not
-depend on order, batch, other arms, other images, the machine, or where a run resumed.
+Every number is drawn from a Philox stream keyed by a hash of what it is for, on the CPU. So a draw
+does not depend on order, batch, other arms, other images, the machine, or where a run resumed.
 """
 
 from __future__ import annotations
@@ -46,10 +47,14 @@ def parse_bins(text: str) -> list[Bin]:
         try:
             low, high = (float(edge) for edge in piece.split("-"))
         except ValueError:
-            raise ValueError(f"bins '{text}' cannot be read at '{piece.strip()}': "
-                             "give a count such as 8, or edges such as 0.1-0.3, 0.3-0.5") from None
+            raise ValueError(
+                f"bins '{text}' cannot be read at '{piece.strip()}': "
+                "give a count such as 8, or edges such as 0.1-0.3, 0.3-0.5"
+            ) from None
         if not 0 <= low < high <= 1:
-            raise ValueError(f"bin {low:g}-{high:g} is not inside 0-1 in ascending order: correct its edges")
+            raise ValueError(
+                f"bin {low:g}-{high:g} is not inside 0-1 in ascending order: correct its edges"
+            )
         bins.append((low, high))
     bins.sort()
     for (_, end), (start, _) in zip(bins, bins[1:]):
@@ -64,8 +69,11 @@ def draw_sigma(seed: int, image: str, sigma_bin: Bin, draw: int) -> float:
     return high - (high - low) * float(stream("sigma", seed, image, low, high, draw).random())
 
 
-def draw_noise(seed: int, image: str, sigma_bin: Bin, draw: int, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Noise N(0, I) of a draw [*shape], float32; key is "shared", "null", or an arm that has its own."""
+def draw_noise(
+    seed: int, image: str, sigma_bin: Bin, draw: int, key: str, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Noise N(0, I) of a draw [*shape], float32; key is "shared", "null", or an arm that has its
+    own."""
     return standard_normal(stream("noise", seed, image, *sigma_bin, draw, key), shape)
 
 
@@ -74,11 +82,14 @@ def standard_normal(generator: np.random.Generator, shape: tuple[int, ...]) -> t
     return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
 
 
-def carry_noise(noise: torch.Tensor, grid: tuple[int, int], fresh: np.random.Generator) -> torch.Tensor:
+def carry_noise(
+    noise: torch.Tensor, grid: tuple[int, int], fresh: np.random.Generator
+) -> torch.Tensor:
     """The same noise on another grid: [..., H, W] -> [..., h, w], exactly N(0, I) again.
 
-    The orthonormal DCT-II coefficients that both grids hold are kept; those that only the new grid holds are drawn
-    fresh. With both axes shorter or equal nothing is drawn. The same grid returns the noise itself.
+    The orthonormal DCT-II coefficients that both grids hold are kept; those that only the new grid
+    holds are drawn fresh. With both axes shorter or equal nothing is drawn. The same grid returns
+    the noise itself.
     """
     height, width = noise.shape[-2:]
     if (height, width) == tuple(grid):
@@ -98,9 +109,14 @@ def noised(latent: torch.Tensor, noise: torch.Tensor, sigma: float) -> torch.Ten
     return (1 - sigma) * latent + sigma * noise
 
 
-def velocity_loss(predicted: torch.Tensor, latent: torch.Tensor, noise: torch.Tensor,
-                  weights: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean over latent elements of (v_hat - (eps - x))^2 in float32; weights [h, w] make it a weighted mean."""
+def velocity_loss(
+    predicted: torch.Tensor,
+    latent: torch.Tensor,
+    noise: torch.Tensor,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Mean over latent elements of (v_hat - (eps - x))^2 in float32; weights [h, w] make it a
+    weighted mean."""
     error = (predicted.float() - (noise - latent).float()) ** 2
     if weights is None:
         return error.mean()
@@ -111,8 +127,8 @@ def velocity_loss(predicted: torch.Tensor, latent: torch.Tensor, noise: torch.Te
 class SigmaDensity:
     """Density of sigma in training: "uniform", "logit_normal" (mean, std) or "shifted" (shift).
 
-    "shifted" maps a uniform u to shift u / (1 + (shift - 1) u), which is how a flow model's own schedule shift
-    spreads its steps; shift 1 is uniform.
+    "shifted" maps a uniform u to shift u / (1 + (shift - 1) u), which is how a flow model's own
+    schedule shift spreads its steps; shift 1 is uniform.
     """
 
     name: str = "uniform"
@@ -122,10 +138,14 @@ class SigmaDensity:
 
     def __post_init__(self) -> None:
         if self.name not in ("uniform", "logit_normal", "shifted"):
-            raise ValueError(f"sigma density '{self.name}' is unknown: use uniform, logit_normal or shifted")
+            raise ValueError(
+                f"sigma density '{self.name}' is unknown: use uniform, logit_normal or shifted"
+            )
         if self.std <= 0 or self.shift <= 0:
-            raise ValueError(f"sigma density {self.name} needs std and shift above 0, "
-                             f"got {self.std:g} and {self.shift:g}")
+            raise ValueError(
+                f"sigma density {self.name} needs std and shift above 0, "
+                f"got {self.std:g} and {self.shift:g}"
+            )
 
     def quantile(self, u: float) -> float:
         """Sigma below which a fraction u of the steps falls."""
@@ -138,7 +158,9 @@ class SigmaDensity:
         if not 0 < sigma < 1:
             return float(sigma >= 1)
         if self.name == "logit_normal":
-            return float(scipy.stats.norm.cdf((math.log(sigma / (1 - sigma)) - self.mean) / self.std))
+            return float(
+                scipy.stats.norm.cdf((math.log(sigma / (1 - sigma)) - self.mean) / self.std)
+            )
         return sigma / (self._shift - (self._shift - 1) * sigma)
 
     @property

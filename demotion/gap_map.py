@@ -1,4 +1,4 @@
-"""GapMap: how far each arm's gradient is from the native one, per sigma bin, with a verdict; and its file.
+"""GapMap: how far each arm's gradient is from the native one, per sigma bin, with verdicts.
 
 The map is numbers only: a figure or a gate is made from a saved map without the model.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from . import cosine, verdict
+from .arms import Arm
 from .grid import token_count
 from .measure import Cell, Measurement, check_format, write_atomically
 
@@ -34,7 +35,8 @@ class Gap:
     pointwise         95 % interval of this cell alone (jackknife, t)
     band              simultaneous 95 % bounds over the cell's family
     q_safe, q_unsafe  band = (d - q_unsafe se, d + q_safe se)
-    verdict           "safe", "unsafe", "undecided", "no signal" or "fewer than 8 images: no verdict"
+    verdict           "safe", "unsafe", "undecided", "no signal" or "fewer than 8 images: no
+                      verdict"
     resolution        q_safe se: the smallest margin at which a distance of 0 would be called safe
     images            images that have the arm (and the control's)
     with_signal       of these, images with a cosine of their own
@@ -45,7 +47,8 @@ class Gap:
     kappa_par         change of the component along g_src, M_sa / M_ss - 1
     noise_scale       trace(Sigma) / |g|^2 of the arm: draws at which noise equals signal
     src_noise_scale   the same of src
-    within, between   variance of one image's influence that more draws, or only more images, would shrink
+    within, between   variance of one image's influence that more draws, or only more images, would
+                      shrink
     decide            what would decide an open verdict, else empty
     tokens            mean tokens of the arm, and of src on the same images
     src_tokens
@@ -84,8 +87,8 @@ class Gap:
 class GapMap:
     """Gaps of all arms and bins, and everything they depend on.
 
-    settings are the measurement's: model, adapter, seeds, grids, environment. draws is the draw count of the
-    cells, images the number of images measured.
+    settings are the measurement's: model, adapter, seeds, grids, environment. draws is the draw
+    count of the cells, images the number of images measured.
     """
 
     estimand: str
@@ -142,99 +145,118 @@ class GapMap:
 
 def is_route(arm: str) -> bool:
     """Whether an arm is what training would see, so that its verdicts may open a gate."""
-    return arm.startswith("demote:")
-
-
-def target_tier(arm: str) -> int:
-    """Tier of a demote or repromote arm, in pixels."""
-    return int(arm.partition(":")[2])
+    return Arm.parse(arm).kind == "demote"
 
 
 def arm_title(arm: str, native_tier: int) -> str:
     """How an arm is shown: a route as "256 -> 192", another by its name."""
-    return f"{native_tier} -> {target_tier(arm)}" if is_route(arm) else arm.replace(":", " ")
+    return f"{native_tier} -> {Arm.parse(arm).tier}" if is_route(arm) else arm.replace(":", " ")
 
 
-def gap_map(measurement: Measurement, *, estimator: str = "one_set", control: str | None = None,
-            margin: float = 0.05) -> GapMap:
+def gap_map(measurement: Measurement, *, estimator: str = "one_set",
+            control: str | None = None, margin: float = 0.05) -> GapMap:
     """Distances and verdicts of every arm but src, from a measurement, under the estimand "ratio".
 
     estimator  "one_set" or "two_set"
     control    arm whose distance is subtracted from those of the demote and repromote arms, or None
     margin     distance that still counts as safe
 
-    All bins of all demote arms form one family for the simultaneous band, since a gate chooses its windows among
-    them; each other arm's bins form a family of their own. Raises ValueError for an unknown estimator or control,
-    a margin outside (0, 1), and a measurement without cells or with unfinished images.
+    All bins of all demote arms form one family for the simultaneous band, since a gate chooses its
+    windows among them; each other arm's bins form a family of their own. Raises ValueError for an
+    unknown estimator or control, a margin outside (0, 1), and a measurement without cells or with
+    unfinished images.
     """
     _check(measurement, estimator, control, margin)
     cells = {(cell.image, cell.bin): cell for cell in measurement.cells}
     images = sorted({image for image, _ in cells})
     rows = {edges: [cells[image, edges] for image in images] for edges in measurement.bins}
-    arms = [arm for arm in measurement.arms if arm != "src" and any(arm in cell.arms for cell in cells.values())]
-    families = [[arm for arm in arms if is_route(arm)]] + [[arm] for arm in arms if not is_route(arm)]
-    gaps = [gap for family in families if family
-            for gap in _family_gaps(family, rows, measurement, estimator, control, margin)]
-    return GapMap(estimand="ratio", estimator=estimator, control=control, margin=margin, key=measurement.key,
-                  draws=max(cell.count for cell in cells.values()), images=len(images),
-                  settings=measurement.settings, gaps=tuple(gaps))
+    context = _Context(rows, measurement, estimator, control, margin)
+    found = {arm for cell in cells.values() for arm in cell.arms}
+    arms = [arm for arm in measurement.arms if arm in found and arm != "src"]
+    routes = [arm for arm in arms if is_route(arm)]
+    families = [routes] * bool(routes) + [[arm] for arm in arms if not is_route(arm)]
+    gaps = [gap for family in families for gap in _family_gaps(context, family)]
+    return GapMap(estimand="ratio", estimator=estimator, control=control, margin=margin,
+                  key=measurement.key, draws=max(cell.count for cell in cells.values()),
+                  images=len(images), settings=measurement.settings, gaps=tuple(gaps))
+
+
+def headline(gap_map: GapMap) -> str:
+    """What the numbers of a map are, in one line."""
+    relative = f", relative to {gap_map.control}" if gap_map.control else ""
+    return (f"estimand {gap_map.estimand} ({gap_map.estimator}), {gap_map.draws} draws, "
+            f"{gap_map.images} images, margin {gap_map.margin:g}{relative}")
 
 
 def summary(gap_map: GapMap) -> str:
     """The map as a plain text table."""
-    relative = f", relative to {gap_map.control}" if gap_map.control else ""
-    lines = [f"estimand {gap_map.estimand}, {gap_map.estimator}, {gap_map.draws} draws, {gap_map.images} images, "
-             f"margin {gap_map.margin:g}{relative}",
-             "", f"{'arm':14} {'sigma':11} {'distance':>8} {'simultaneous 95 %':>19} {'signal':>9}  verdict"]
+    lines = [headline(gap_map), "", f"{'arm':14} {'sigma':11} {'distance':>8} "
+             f"{'simultaneous 95 %':>18} {'signal':>9}  verdict"]
     for gap in gap_map.gaps:
         sigma = f"{gap.bin[0]:.3f}-{gap.bin[1]:.3f}"
         band = f"{gap.band[0]:.3f} to {gap.band[1]:.3f}"
-        at_margin = f" at {gap_map.margin:g}" if gap.verdict in (verdict.SAFE, verdict.UNSAFE) else ""
-        lines.append(f"{arm_title(gap.arm, gap_map.native_tier):14} {sigma:11} {gap.d:8.3f} {band:>19} "
-                     f"{gap.with_signal:3} of {gap.images:<3} {gap.verdict}{at_margin}")
+        settled = gap.verdict in (verdict.SAFE, verdict.UNSAFE)
+        at_margin = f" at {gap_map.margin:g}" if settled else ""
+        relative = f", relative to {gap.control}" if gap.control else ""
+        lines.append(f"{arm_title(gap.arm, gap_map.native_tier):14} {sigma:11} {gap.d:8.3f} "
+                     f"{band:>18} {gap.with_signal:3} of {gap.images:<3}  "
+                     f"{gap.verdict}{at_margin}{relative}")
     return "\n".join(lines)
 
 
 def _check(measurement: Measurement, estimator: str, control: str | None, margin: float) -> None:
     if estimator not in cosine.ESTIMATORS:
-        raise ValueError(f"estimator '{estimator}' is unknown: use one of {', '.join(cosine.ESTIMATORS)}")
+        raise ValueError(f"estimator '{estimator}' is unknown: "
+                         f"use one of {', '.join(cosine.ESTIMATORS)}")
     if not 0 < margin < 1:
         raise ValueError(f"margin is {margin}: give a distance between 0 and 1, such as 0.05")
     allowed = [arm for arm in measurement.arms if arm != "src" and not is_route(arm)]
     if control is not None and control not in allowed:
-        raise ValueError(f"control '{control}' is not an arm of this measurement that can serve as one: use "
-                         f"{' or '.join([*allowed, 'none'])}")
+        raise ValueError(f"control '{control}' is not an arm of this measurement that can serve as "
+                         f"one: use {' or '.join([*allowed, 'none'])}")
     if not measurement.cells:
-        raise ValueError("the measurement has no cells: run the probe until at least one image is finished")
+        raise ValueError("the measurement has no cells: "
+                         "run the probe until at least one image is finished")
     measured = {(cell.image, cell.bin) for cell in measurement.cells}
-    images = sorted({image for image, _ in measured})
-    missing = [(image, edges) for image in images for edges in measurement.bins if (image, edges) not in measured]
+    wanted = [(image, edges) for image in sorted({image for image, _ in measured})
+              for edges in measurement.bins]
+    missing = [name for name in wanted if name not in measured]
     if missing:
-        image, edges = missing[0]
-        raise ValueError(f"the measurement lacks {len(missing)} of {len(images) * len(measurement.bins)} cells, "
-                         f"first image {image} in bin {edges[0]:g}-{edges[1]:g}: run the probe again with the same "
+        image, (low, high) = missing[0]
+        raise ValueError(f"the measurement lacks {len(missing)} of {len(wanted)} cells, first "
+                         f"image {image} in bin {low:g}-{high:g}: run the probe again with the same "
                          "settings to finish it")
 
 
-def _family_gaps(arms: Sequence[str], rows: dict[tuple[float, float], list[Cell]], measurement: Measurement,
-                 estimator: str, control: str | None, margin: float) -> list[Gap]:
-    members = [(arm, edges) for arm in arms for edges in sorted(rows)]
-    contrasts = [_contrast(rows[edges], arm, _control_of(arm, control), estimator) for arm, edges in members]
-    band = verdict.simultaneous(contrasts, measurement.key)
-    return [_gap(arm, edges, rows[edges], measurement.settings, estimator, _control_of(arm, control), margin,
-                 cell, band, signal)
-            for (arm, edges), cell, signal in zip(members, contrasts, band.signal)]
+@dataclass(frozen=True)
+class _Context:
+    """What every gap of a map is computed from: the images' cells of each bin, and the choices."""
+
+    rows: dict[tuple[float, float], list[Cell]]
+    measurement: Measurement
+    estimator: str
+    control: str | None
+    margin: float
+
+    def control_of(self, arm: str) -> str | None:
+        # Only resampled pictures carry what a control prices; null stays the instrument's own zero.
+        resampled = Arm.parse(arm).kind in ("demote", "repromote")
+        return self.control if resampled and arm != self.control else None
 
 
-def _control_of(arm: str, control: str | None) -> str | None:
-    # Only resampled pictures carry what a control prices; null stays the instrument's own zero.
-    return control if arm != control and arm.startswith(("demote:", "repromote:")) else None
+def _family_gaps(context: _Context, arms: Sequence[str]) -> list[Gap]:
+    members = [(arm, edges) for arm in arms for edges in sorted(context.rows)]
+    contrasts = [_contrast(context.rows[edges], arm, context.control_of(arm), context.estimator)
+                 for arm, edges in members]
+    band = verdict.simultaneous(contrasts, context.measurement.key)
+    return [_gap(context, *member, contrast, band, signal)
+            for member, contrast, signal in zip(members, contrasts, band.signal, strict=True)]
 
 
-def _contrast(cells: Sequence[Cell], arm: str, control: str | None, estimator: str,
-              part: int | None = None) -> verdict.Contrast:
-    terms = cosine.ratio_terms(cells, arm, estimator, part)
-    return verdict.contrast(terms, control and cosine.ratio_terms(cells, control, estimator, part))
+def _contrast(cells: Sequence[Cell], arm: str, control: str | None,
+              estimator: str) -> verdict.Contrast:
+    terms = cosine.ratio_terms(cells, arm, estimator)
+    return verdict.contrast(terms, control and cosine.ratio_terms(cells, control, estimator))
 
 
 def _image_distances(contrast: verdict.Contrast) -> np.ndarray:
@@ -243,18 +265,16 @@ def _image_distances(contrast: verdict.Contrast) -> np.ndarray:
     return own if contrast.control is None else own - (1 - cosine.per_image(contrast.control))
 
 
-def _gap(arm: str, edges: tuple[float, float], cells: Sequence[Cell], settings: dict[str, Any], estimator: str,
-         control: str | None, margin: float, contrast: verdict.Contrast, band: verdict.Band, signal: bool) -> Gap:
+def _gap(context: _Context, arm: str, edges: tuple[float, float], contrast: verdict.Contrast,
+         band: verdict.Band, signal: bool) -> Gap:
+    cells, settings = context.rows[edges], context.measurement.settings
+    control, estimator, margin = context.control_of(arm), context.estimator, context.margin
     d, error = verdict.point(contrast)
-    low, high = d - band.q_unsafe * error, d + band.q_safe * error
-    if contrast.images < verdict.MIN_IMAGES:
-        judged, low, high = verdict.TOO_FEW, math.nan, math.nan
-    elif not signal:
-        judged, low, high = verdict.NO_SIGNAL, math.nan, math.nan
-    else:
-        judged = verdict.judge(low, high, margin)
-    own = [cell for cell, present in zip(cells, contrast.present) if present]
-    draws = min(cell.count for cell in own) if own else 0
+    member = signal and contrast.images >= verdict.MIN_IMAGES
+    q_safe, q_unsafe = (band.q_safe, band.q_unsafe) if member else (math.nan, math.nan)
+    low, high = d - q_unsafe * error, d + q_safe * error
+    judged = verdict.judge(contrast.images, signal, low, high, margin)
+    own = [cell for cell, present in zip(cells, contrast.present, strict=True) if present]
     within, between, split_half = math.nan, math.nan, math.nan
     if own and all(cell.counts[0] == cell.counts[1] >= 2 for cell in own):
         halves = [_contrast([cosine.half(cell, index) for cell in cells], arm, control, "one_set")
@@ -263,30 +283,41 @@ def _gap(arm: str, edges: tuple[float, float], cells: Sequence[Cell], settings: 
         split_half = _correlation(*map(_image_distances, halves))
     distances = _image_distances(contrast)
     with_signal = np.isfinite(distances)
-    tokens = [token_count(cell.grids[cell.arms.index(arm)], settings["patch"]) for cell in own]
-    src_tokens = [token_count(cell.grids[0], settings["patch"]) for cell in own]
+    draws = min((cell.count for cell in own), default=0)
     return Gap(
-        arm=arm, bin=edges, control=control, d=d, se=error, pointwise=verdict.pointwise(contrast),
-        band=(low, high), q_safe=band.q_safe, q_unsafe=band.q_unsafe, verdict=judged,
-        resolution=band.q_safe * error, images=contrast.images, with_signal=int(with_signal.sum()),
-        per_image=_mean(distances[with_signal]), raw=1 - verdict.point(_contrast(cells, arm, None, "raw"))[0],
-        split_half=split_half, **_lengths(own, arm, estimator), within=within, between=between,
-        decide=verdict.what_decides(judged, d, error, band, margin, contrast.images, draws, within, between),
-        tokens=_mean(tokens), src_tokens=_mean(src_tokens),
-        parts={name: verdict.point(_contrast(cells, arm, None, estimator, part))[0]
+        arm=arm, bin=edges, control=control, d=d, se=error,
+        pointwise=verdict.pointwise(contrast), band=(low, high), q_safe=q_safe, q_unsafe=q_unsafe,
+        verdict=judged, resolution=q_safe * error, images=contrast.images,
+        with_signal=int(with_signal.sum()), per_image=_mean(distances[with_signal]),
+        raw=1 - _distance(cosine.ratio_terms(cells, arm, "raw")), split_half=split_half,
+        **_lengths(own, arm, estimator), within=within, between=between,
+        decide=verdict.what_decides(judged, d, error, band, margin, contrast.images, draws,
+                                    within, between),
+        tokens=_mean([token_count(cell.grids[cell.arms.index(arm)], settings["patch"])
+                      for cell in own]),
+        src_tokens=_mean([token_count(cell.grids[0], settings["patch"]) for cell in own]),
+        parts={name: _distance(cosine.ratio_terms(cells, arm, estimator, part))
                for part, name in enumerate(settings["parts"])})
 
 
+def _distance(terms: cosine.Terms) -> float:
+    return verdict.point(verdict.Contrast(terms))[0]
+
+
 def _lengths(cells: Sequence[Cell], arm: str, estimator: str) -> dict[str, float]:
-    """Norm ratio, kappa_par and noise scales over images, each image's gradients scaled by src's draw norm."""
-    src_src = src_arm = arm_arm = src_noise = arm_noise = 0.0
+    """Norm ratio, kappa_par and noise scales over images.
+
+    Each image's gradients are scaled by src's mean squared draw norm, so that none dominates.
+    """
+    sums = np.zeros(5)
     for cell in cells:
         index = cell.arms.index(arm)
-        scale = cosine.mean_square(cell)[0]
-        if scale > 0:
-            matrix, noise = cosine.moments(cell, estimator) / scale, cosine.noise_trace(cell) / scale
-            src_src, src_arm, arm_arm = src_src + matrix[0, 0], src_arm + matrix[0, index], arm_arm + matrix[index, index]
-            src_noise, arm_noise = src_noise + noise[0], arm_noise + noise[index]
+        square = cosine.mean_square(cell)[0]
+        matrix, noise = cosine.moments(cell, estimator), cosine.noise_trace(cell)
+        if square > 0:
+            sums += np.array([matrix[0, 0], matrix[0, index], matrix[index, index],
+                              noise[0], noise[index]]) / square
+    src_src, src_arm, arm_arm, src_noise, arm_noise = sums.tolist()
     return {"norm_ratio": math.sqrt(arm_arm / src_src) if min(arm_arm, src_src) > 0 else math.nan,
             "kappa_par": src_arm / src_src - 1 if src_src > 0 else math.nan,
             "noise_scale": arm_noise / arm_arm if arm_arm > 0 else math.nan,
@@ -318,6 +349,6 @@ def _gap_from_json(data: dict[str, Any]) -> Gap:
         return math.nan if value is None else value
 
     kept = {field.name: data[field.name] for field in dataclasses.fields(Gap)}
-    kept |= {name: number(kept[name]) for name, value in kept.items() if value is None and name != "control"}
+    kept |= {name: math.nan for name, value in kept.items() if value is None and name != "control"}
     kept |= {name: tuple(map(number, kept[name])) for name in ("bin", "pointwise", "band")}
     return Gap(**kept | {"parts": {name: number(value) for name, value in kept["parts"].items()}})

@@ -1,9 +1,9 @@
 """Tiers, token bands, routes, and the grids of a picture.
 
-Pictures are measured in pixels (height, width); grids in latent cells (height, width). With a VAE factor f
-and a patch p a token is p x p latent cells, or an f p pixel square. A tier is named by a nominal edge e in
-pixels and holds every grid whose token count lies in [.91, 1.03] (e/(f p))^2; the band is wide enough for
-the grids published with arXiv 2608.04448.
+Pictures are measured in pixels (height, width); grids in latent cells (height, width). With a VAE
+factor f and a patch p a token is p x p latent cells, or an f p pixel square. A tier is named by a
+nominal edge e in pixels and holds every grid whose token count lies in [.91, 1.03] (e/(f p))^2; the
+band is wide enough for the grids published with arXiv 2608.04448.
 """
 
 from __future__ import annotations
@@ -44,19 +44,23 @@ def aspect_error(grid: Grid, reference: Grid) -> float:
 def check_route(source_tier: int, target_tier: int) -> None:
     """Raise ValueError unless a route goes down far enough to be worth a step."""
     if target_tier >= source_tier:
-        raise ValueError(f"route {source_tier} -> {target_tier} does not go down: "
-                         f"choose a target tier below {source_tier}")
+        raise ValueError(
+            f"route {source_tier} -> {target_tier} does not go down: "
+            f"choose a target tier below {source_tier}"
+        )
     if target_tier / source_tier > MAX_EDGE_RATIO:
-        raise ValueError(f"route {source_tier} -> {target_tier} saves too little (edge ratio "
-                         f"{target_tier / source_tier:.3f} is above {MAX_EDGE_RATIO}): choose a target tier "
-                         f"of at most {int(MAX_EDGE_RATIO * source_tier)}")
+        raise ValueError(
+            f"route {source_tier} -> {target_tier} saves too little (edge ratio "
+            f"{target_tier / source_tier:.3f} is above {MAX_EDGE_RATIO}): choose a target tier "
+            f"of at most {int(MAX_EDGE_RATIO * source_tier)}"
+        )
 
 
 def native_grid(picture_hw: Grid, tier: int, *, vae_factor: int = 8, patch: int = 2) -> Grid:
     """Native grid (latent cells) of a picture (pixels): the tier's grid of nearest aspect.
 
-    A picture that does not cover it keeps its largest grid without enlargement, which `covers` tells.
-    Raises ValueError for a picture smaller than one token.
+    A picture that does not cover it keeps its largest grid without enlargement, which `covers`
+    tells. Raises ValueError for a picture smaller than one token.
     """
     grid = _search(tuple(picture_hw), tier, vae_factor, patch)
     if covers(picture_hw, grid, vae_factor):
@@ -69,8 +73,9 @@ def covers(picture_hw: Grid, grid: Grid, vae_factor: int = 8) -> bool:
     return picture_hw[0] >= grid[0] * vae_factor and picture_hw[1] >= grid[1] * vae_factor
 
 
-def demoted_grid(native_hw: Grid, source_tier: int, target_tier: int, *,
-                 vae_factor: int = 8, patch: int = 2) -> Grid | None:
+def demoted_grid(
+    native_hw: Grid, source_tier: int, target_tier: int, *, vae_factor: int = 8, patch: int = 2
+) -> Grid | None:
     """Demoted grid (latent cells) of a native grid on the route source_tier -> target_tier.
 
     The target band is searched for the grid of nearest aspect. None when the picture is off-route:
@@ -82,31 +87,43 @@ def demoted_grid(native_hw: Grid, source_tier: int, target_tier: int, *,
     return _search(tuple(native_hw), target_tier, vae_factor, patch)
 
 
-def off_route_reason(native_hw: Grid, source_tier: int, target_tier: int, *,
-                     vae_factor: int = 8, patch: int = 2) -> str | None:
+def off_route_reason(
+    native_hw: Grid, source_tier: int, target_tier: int, *, vae_factor: int = 8, patch: int = 2
+) -> str | None:
     """Why a native grid has no demoted grid on a route, or None when it has one."""
     if not in_tier(native_hw, source_tier, vae_factor, patch):
         return f"its grid {native_hw[0]}x{native_hw[1]} is not of tier {source_tier}"
     grid = _search(tuple(native_hw), target_tier, vae_factor, patch)
     error = aspect_error(grid, native_hw)
     if error > MAX_ASPECT_ERROR:
-        return (f"the nearest grid of tier {target_tier}, {grid[0]}x{grid[1]}, is {error:.1%} off its aspect "
-                f"(at most {MAX_ASPECT_ERROR:.0%})")
+        return (
+            f"the nearest grid of tier {target_tier}, {grid[0]}x{grid[1]}, is {error:.1%} off its "
+            f"aspect "
+            f"(at most {MAX_ASPECT_ERROR:.0%})"
+        )
     if grid[0] > native_hw[0] or grid[1] > native_hw[1]:
-        return f"the grid of tier {target_tier}, {grid[0]}x{grid[1]}, is longer than its native grid"
+        return (
+            f"the grid of tier {target_tier}, {grid[0]}x{grid[1]}, is longer than its native grid"
+        )
     return None
 
 
 @lru_cache(maxsize=4096)
 def _search(reference: Grid, tier: int, vae_factor: int, patch: int) -> Grid:
-    """The band's grid of smallest |log aspect error|, then nearest token count, then more tokens."""
+    """The band's grid of smallest |log aspect error|, then nearest token count, then more
+    tokens."""
     nominal = nominal_tokens(tier, vae_factor, patch)
     low, high = BAND[0] * nominal, BAND[1] * nominal
-    tokens = [(rows, columns) for rows in range(1, int(high) + 1)
-              for columns in range(max(1, -int(-low // rows)), int(high // rows) + 1)]
+    tokens = [
+        (rows, columns)
+        for rows in range(1, int(high) + 1)
+        for columns in range(max(1, -int(-low // rows)), int(high // rows) + 1)
+    ]
     if not tokens:
-        raise ValueError(f"tier {tier} is smaller than one token of {vae_factor * patch} pixels: "
-                         "choose a larger tier")
+        raise ValueError(
+            f"tier {tier} is smaller than one token of {vae_factor * patch} pixels: "
+            "choose a larger tier"
+        )
 
     def badness(grid: Grid) -> tuple[float, float, int]:
         count = grid[0] * grid[1]
@@ -120,14 +137,22 @@ def _search(reference: Grid, tier: int, vae_factor: int, patch: int) -> Grid:
 def _largest_grid(picture_hw: Grid, tier: int, vae_factor: int, patch: int) -> Grid:
     most_rows, most_columns = (edge // (vae_factor * patch) for edge in picture_hw)
     if not most_rows or not most_columns:
-        raise ValueError(f"a picture of {picture_hw[1]}x{picture_hw[0]} pixels is smaller than one token "
-                         f"({vae_factor * patch} pixels): leave it out or use a larger one")
+        raise ValueError(
+            f"a picture of {picture_hw[1]}x{picture_hw[0]} pixels is smaller than one token "
+            f"({vae_factor * patch} pixels): leave it out or use a larger one"
+        )
     high = BAND[1] * nominal_tokens(tier, vae_factor, patch)
 
     def badness(grid: Grid) -> tuple[bool, int, float]:
         error = aspect_error(grid, picture_hw)
         return error > MAX_ASPECT_ERROR, -grid[0] * grid[1], round(error, 12)
 
-    rows, columns = min(((rows, columns) for rows in range(1, min(most_rows, int(high)) + 1)
-                         for columns in range(1, min(most_columns, int(high // rows)) + 1)), key=badness)
+    rows, columns = min(
+        (
+            (rows, columns)
+            for rows in range(1, min(most_rows, int(high)) + 1)
+            for columns in range(1, min(most_columns, int(high // rows)) + 1)
+        ),
+        key=badness,
+    )
     return rows * patch, columns * patch

@@ -1,9 +1,10 @@
-"""Measurement: the scalars of every (image, bin) cell that all estimators are made from, and their file.
+"""Measurement: the scalars of every (image, bin) cell that all estimators are made from, and their
+file.
 
-A measurement never holds gradients. Per cell it keeps, for the even and the odd draws apart, the inner
-products of the arms' gradient sums and the sums of their per-draw inner products; METHOD sections 4 and 5
-need nothing else. The file is JSON lines: a header, then one line a cell, appended as cells are finished,
-so that what was measured before an interruption is kept.
+A measurement never holds gradients. Per cell it keeps, for the even and the odd draws apart, the
+inner products of the arms' gradient sums and the sums of their per-draw inner products; METHOD
+sections 4 and 5 need nothing else. The file is JSON lines: a header, then one line a cell, appended
+as cells are finished, so that what was measured before an interruption is kept.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Cell:
         return sum(self.counts)
 
     def pooled(self, part: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Gram [A, A] of the sums over all draws, and products [A, A]; one part of the adapter or all."""
+        """Gram [A, A] of the sums over all draws, and products [A, A]; one part of the adapter or
+        all."""
         gram = self.gram.sum(axis=(1, 3))
         products = self.products.sum(axis=1)
         if part is None:
@@ -65,8 +67,9 @@ class Cell:
 class Measurement:
     """Settings and cells of one run of the probe.
 
-    settings holds everything that a number depends on: arms, bins, draws, noise, seed, parts, adapter, model,
-    images (hash -> name and realised grids), native tier and environment. It is plain JSON data.
+    settings holds everything that a number depends on: arms, bins, draws, noise, seed, parts,
+    adapter, model, images (hash -> name and realised grids), native tier and environment. It is
+    plain JSON data.
     """
 
     settings: dict[str, Any]
@@ -74,7 +77,8 @@ class Measurement:
 
     @property
     def key(self) -> str:
-        """Hash of the settings: names the file, and seeds what is resampled from the measurement."""
+        """Hash of the settings: names the file, and seeds what is resampled from the
+        measurement."""
         return settings_key(self.settings)
 
     @property
@@ -90,7 +94,9 @@ class Measurement:
 
     def save(self, path: str | Path) -> None:
         """Write the whole file atomically."""
-        lines = [json.dumps(self.header())] + [json.dumps(_cell_to_json(cell)) for cell in self.cells]
+        lines = [json.dumps(self.header())] + [
+            json.dumps(_cell_to_json(cell)) for cell in self.cells
+        ]
         write_atomically(Path(path), ("\n".join(lines) + "\n").encode())
 
     @classmethod
@@ -113,7 +119,8 @@ def settings_key(settings: dict[str, Any]) -> str:
 
 
 def open_for_append(path: Path, settings: dict[str, Any]) -> Measurement:
-    """Start a measurement file, or continue one: what is there and whole is returned, the rest cut off.
+    """Start a measurement file, or continue one: what is there and whole is returned, the rest cut
+    off.
 
     Raises ValueError naming the first difference when the file was made with other settings.
     """
@@ -125,8 +132,10 @@ def open_for_append(path: Path, settings: dict[str, Any]) -> Measurement:
     for name in sorted(settings.keys() | measurement.settings.keys()):
         ours, theirs = settings.get(name), measurement.settings.get(name)
         if json.dumps(ours, sort_keys=True) != json.dumps(theirs, sort_keys=True):
-            raise ValueError(f"{path.name} was measured with {name} = {theirs}, this run has {ours}: "
-                             "use the same settings or another file name")
+            raise ValueError(
+                f"{path.name} was measured with {name} = {theirs}, this run has {ours}: "
+                "use the same settings or another file name"
+            )
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
     if whole < len(data):
@@ -151,12 +160,15 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def check_format(data: Any, name: str, version: int, path: str | Path) -> None:
-    """Raise ValueError unless data is an object of this format, of this version or an earlier one."""
+    """Raise ValueError unless data is an object of this format, of this version or an earlier
+    one."""
     if not isinstance(data, dict) or data.get("format") != name:
         raise ValueError(f"{Path(path).name} is not a {name} file")
     if data["version"] > version:
-        raise ValueError(f"{Path(path).name} is a {name} file of version {data['version']}; "
-                         f"this pack reads up to {version}: update the pack")
+        raise ValueError(
+            f"{Path(path).name} is a {name} file of version {data['version']}; "
+            f"this pack reads up to {version}: update the pack"
+        )
 
 
 def gram_products(sums: Sequence[np.ndarray]) -> np.ndarray:
@@ -181,8 +193,13 @@ def _cell_to_json(cell: Cell) -> dict[str, Any]:
 
 
 def _cell_from_json(data: dict[str, Any]) -> Cell:
-    return Cell(image=data["image"], bin=tuple(data["bin"]), arms=tuple(data["arms"]),
-                gram=np.array(data["gram"], dtype=np.float64),
-                products=np.array(data["products"], dtype=np.float64),
-                counts=tuple(data["counts"]), grids=tuple(map(tuple, data["grids"])),
-                losses=tuple(data["losses"]))
+    return Cell(
+        image=data["image"],
+        bin=tuple(data["bin"]),
+        arms=tuple(data["arms"]),
+        gram=np.array(data["gram"], dtype=np.float64),
+        products=np.array(data["products"], dtype=np.float64),
+        counts=tuple(data["counts"]),
+        grids=tuple(map(tuple, data["grids"])),
+        losses=tuple(data["losses"]),
+    )

@@ -1,6 +1,7 @@
 """The probe: images x bins x arms x draws -> the cells of a measurement.
 
-All arms of draw d are taken before draw d + 1, so memory is the gradient sums and the vectors of one draw.
+All arms of draw d are taken before draw d + 1, so memory is the gradient sums and the vectors of
+one draw.
 """
 
 from __future__ import annotations
@@ -33,12 +34,20 @@ class Subject:
     context: Any = None
 
 
-def arm_noise(seed: int, image: str, sigma_bin: draws.Bin, draw: int, arm: str, native: torch.Size,
-              grid: tuple[int, int], shared: bool) -> torch.Tensor:
+def arm_noise(
+    seed: int,
+    image: str,
+    sigma_bin: draws.Bin,
+    draw: int,
+    arm: str,
+    native: torch.Size,
+    grid: tuple[int, int],
+    shared: bool,
+) -> torch.Tensor:
     """Noise of an arm in a draw, on the CPU.
 
-    Shared: arms on the native grid have one noise, except null; a demoted arm has its low-frequency corner.
-    Not shared: every arm but src has a stream of its own.
+    Shared: arms on the native grid have one noise, except null; a demoted arm has its low-frequency
+    corner. Not shared: every arm but src has a stream of its own.
     """
     if arm == "null" or (not shared and arm != "src"):
         return draws.draw_noise(seed, image, sigma_bin, draw, arm, (*native[:-2], *grid))
@@ -46,12 +55,20 @@ def arm_noise(seed: int, image: str, sigma_bin: draws.Bin, draw: int, arm: str, 
     return draws.carry_noise(noise, grid, draws.stream("carry", seed, image, *sigma_bin, draw, arm))
 
 
-def measure_cell(subject: Subject, sigma_bin: draws.Bin, count: int, seed: int, shared: bool, velocity: Velocity,
-                 parts: Mapping[str, Sequence[torch.nn.Parameter]], tick: Callable[[], None]) -> measure.Cell:
+def measure_cell(
+    subject: Subject,
+    sigma_bin: draws.Bin,
+    count: int,
+    seed: int,
+    shared: bool,
+    velocity: Velocity,
+    parts: Mapping[str, Sequence[torch.nn.Parameter]],
+    tick: Callable[[], None],
+) -> measure.Cell:
     """Gradients of all arms of one picture in one bin, reduced to their inner products.
 
-    count is the number of draws D (at least 2). parts groups the trainable parameters, "A" and "B" of a LoRA, say.
-    tick is called after every gradient and may raise to stop.
+    count is the number of draws D (at least 2). parts groups the trainable parameters, "A" and "B"
+    of a LoRA, say. tick is called after every gradient and may raise to stop.
     """
     if count < 2:
         raise ValueError(f"draws is {count}: a debiased cosine needs at least 2 draws")
@@ -68,26 +85,42 @@ def measure_cell(subject: Subject, sigma_bin: draws.Bin, count: int, seed: int, 
         sigma = draws.draw_sigma(seed, subject.image, sigma_bin, draw)
         for index, arm in enumerate(arms):
             latent = subject.latents[arm]
-            noise = arm_noise(seed, subject.image, sigma_bin, draw, arm, native, tuple(latent.shape[-2:]), shared)
+            noise = arm_noise(
+                seed, subject.image, sigma_bin, draw, arm, native, tuple(latent.shape[-2:]), shared
+            )
             noise = noise.to(latent.device)
             predicted = velocity(draws.noised(latent, noise, sigma), sigma, subject.context)
             loss = draws.velocity_loss(predicted, latent, noise, subject.weights[arm])
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+            gradients = torch.autograd.grad(
+                loss, parameters, allow_unused=True, materialize_grads=True
+            )
             torch.cat([gradient.reshape(-1).float() for gradient in gradients], out=vectors[index])
             losses[index] += loss.item() / count
             if not np.isfinite(losses[index]):
-                raise ValueError(f"the loss of arm {arm} is not finite at sigma {sigma:.3f}: "
-                                 "use a compute precision with more range (bf16 or fp32)")
+                raise ValueError(
+                    f"the loss of arm {arm} is not finite at sigma {sigma:.3f}: "
+                    "use a compute precision with more range (bf16 or fp32)"
+                )
             tick()
         sums[draw % 2] += vectors
         for part, columns in enumerate(vectors.split(sizes, dim=1)):
             products[part, draw % 2] += inner_products(columns)
-    gram = np.stack([inner_products(columns.flatten(0, 1)).reshape(2, len(arms), 2, len(arms))
-                     for columns in sums.split(sizes, dim=2)])
-    return measure.Cell(image=subject.image, bin=sigma_bin, arms=tuple(arms), gram=gram, products=products,
-                        counts=((count + 1) // 2, count // 2),
-                        grids=tuple(tuple(latent.shape[-2:]) for latent in subject.latents.values()),
-                        losses=tuple(losses.tolist()))
+    gram = np.stack(
+        [
+            inner_products(columns.flatten(0, 1)).reshape(2, len(arms), 2, len(arms))
+            for columns in sums.split(sizes, dim=2)
+        ]
+    )
+    return measure.Cell(
+        image=subject.image,
+        bin=sigma_bin,
+        arms=tuple(arms),
+        gram=gram,
+        products=products,
+        counts=((count + 1) // 2, count // 2),
+        grids=tuple(tuple(latent.shape[-2:]) for latent in subject.latents.values()),
+        losses=tuple(losses.tolist()),
+    )
 
 
 def inner_products(rows: torch.Tensor) -> np.ndarray:

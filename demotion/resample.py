@@ -1,6 +1,7 @@
 """Pixels: one crop box per picture, Lanczos with antialiasing, 8 bits in and 8 bits out.
 
-Pictures are uint8 arrays [H, W, C]. Every arm of a picture is cut with the native crop box and scaled per axis.
+Pictures are uint8 arrays [H, W, C]. Every arm of a picture is cut with the native crop box and
+scaled per axis.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ def lanczos(picture: np.ndarray, size_hw: tuple[int, int], box: Box | None = Non
 
 
 def mask_weights(mask: np.ndarray, grid: tuple[int, int], box: Box) -> np.ndarray:
-    """Mask [H, W] uint8 as loss weights [h, w] in [0, 1] on a grid of latent cells, by area average."""
+    """Mask [H, W] uint8 as loss weights [h, w] in [0, 1] on a grid of latent cells, by area
+    average."""
     return _resize(mask, grid, box, Image.Resampling.BOX).astype(np.float32) / 255
 
 
-def _resize(array: np.ndarray, size_hw: tuple[int, int], box: Box | None,
-            method: Image.Resampling) -> np.ndarray:
+def _resize(
+    array: np.ndarray, size_hw: tuple[int, int], box: Box | None, method: Image.Resampling
+) -> np.ndarray:
     height, width = size_hw
     return np.asarray(Image.fromarray(array).resize((width, height), method, box=box))

@@ -1,7 +1,9 @@
-"""Gated training: steps -> adapter. One loop; what differs from ordinary training is two lines in it.
+"""Gated training: steps -> adapter. One loop; what differs from ordinary training is two lines in
+it.
 
-Every random number is named by (seed, step, sample), so a step does not depend on how a run got there: a resumed run
-equals an uninterrupted one, and two gates differ only in the steps they demote.
+Every random number is named by (seed, step, sample), so a step does not depend on how a run got
+there: a resumed run equals an uninterrupted one, and two gates differ only in the steps they
+demote.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Pupil:
 
 @dataclass(frozen=True)
 class Settings:
-    """How to train. warmup_steps rise linearly; schedule is "constant" or "cosine" (to 0) after them."""
+    """How to train. warmup_steps rise linearly; schedule is "constant" or "cosine" (to 0) after
+    them."""
 
     steps: int
     learning_rate: float
@@ -63,34 +66,52 @@ class Settings:
 
 @dataclass
 class History:
-    """What happened, an entry a step: mean loss, samples demoted, latent cells computed, seconds."""
+    """What happened, an entry a step: mean loss, samples demoted, latent cells computed and native,
+    seconds."""
 
     losses: list[float] = field(default_factory=list)
     demoted: list[int] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
+    native_cells: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
+    @property
+    def saving(self) -> float:
+        """Share of the tokens of native training that the gate spared."""
+        return 1 - sum(self.cells) / sum(self.native_cells)
 
-def train(pupils: Sequence[Pupil], gate: Gate, settings: Settings, velocity: Velocity,
-          parameters: Sequence[torch.nn.Parameter], state_file: Path, tick: Callable[[float], None]) -> History:
+
+def train(
+    pupils: Sequence[Pupil],
+    gate: Gate,
+    settings: Settings,
+    velocity: Velocity,
+    parameters: Sequence[torch.nn.Parameter],
+    state_file: Path,
+    tick: Callable[[float], None],
+) -> History:
     """Train the parameters in place.
 
-    tick is called with the loss after every step and may raise to stop; the run's state is then kept in state_file,
-    and the next call with that file goes on from it. A finished run removes it.
+    tick is called with the loss after every step and may raise to stop; the run's state is then
+    kept in state_file, and the next call with that file goes on from it. A finished run removes it.
     """
-    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
+    )
     history = _restore(state_file, parameters, optimizer) if state_file.exists() else History()
     order = _Order([pupil.repeats for pupil in pupils], settings.seed)
     try:
         for step in range(len(history.losses), settings.steps):
             started = time.perf_counter()
-            loss_sum, demoted, cells = 0.0, 0, 0
+            loss_sum, demoted, cells, native_cells = 0.0, 0, 0, 0
             for sample in range(settings.batch_size):
                 pupil = pupils[order[step * settings.batch_size + sample]]
                 u = draws.stream("train sigma", settings.seed, step, sample).random()
                 sigma = settings.density.quantile(1 - u)
-                noise = draws.standard_normal(draws.stream("train noise", settings.seed, step, sample),
-                                              tuple(pupil.native.shape))
+                noise = draws.standard_normal(
+                    draws.stream("train noise", settings.seed, step, sample),
+                    tuple(pupil.native.shape),
+                )
                 rule = decide(gate, sigma, pupil.demoted.keys(), step=step, steps=settings.steps)
                 tier = rule.route[1] if rule else None
                 latent = pupil.demoted[tier] if rule else pupil.native
@@ -101,10 +122,13 @@ def train(pupils: Sequence[Pupil], gate: Gate, settings: Settings, velocity: Vel
                 (loss / settings.batch_size).backward()
                 loss_sum += loss.item() / settings.batch_size
                 demoted += rule is not None
-                cells += latent.shape[-1] * latent.shape[-2]
+                cells += latent.shape[-2:].numel()
+                native_cells += pupil.native.shape[-2:].numel()
             if not math.isfinite(loss_sum):
-                raise ValueError(f"the loss is not finite at step {step + 1}: lower the learning rate "
-                                 "or use a compute precision with more range")
+                raise ValueError(
+                    f"the loss is not finite at step {step + 1}: lower the learning rate "
+                    "or use a compute precision with more range"
+                )
             for group in optimizer.param_groups:
                 group["lr"] = settings.rate(step)
             torch.nn.utils.clip_grad_norm_(parameters, settings.max_norm)
@@ -113,6 +137,7 @@ def train(pupils: Sequence[Pupil], gate: Gate, settings: Settings, velocity: Vel
             history.losses.append(loss_sum)
             history.demoted.append(demoted)
             history.cells.append(cells)
+            history.native_cells.append(native_cells)
             history.seconds.append(time.perf_counter() - started)
             tick(loss_sum)
     except BaseException:
@@ -124,7 +149,8 @@ def train(pupils: Sequence[Pupil], gate: Gate, settings: Settings, velocity: Vel
 
 
 class _Order:
-    """Which picture the n-th sample of a run is: every epoch a fresh permutation, repeats counted."""
+    """Which picture the n-th sample of a run is: every epoch a fresh permutation, repeats
+    counted."""
 
     def __init__(self, repeats: Sequence[int], seed: int) -> None:
         self.pool = [index for index, count in enumerate(repeats) for _ in range(count)]
@@ -135,21 +161,31 @@ class _Order:
         epoch, place = divmod(sample, len(self.pool))
         if epoch != self.epoch:
             self.epoch = epoch
-            self.permutation = draws.stream("train order", self.seed, epoch).permutation(len(self.pool))
+            self.permutation = draws.stream("train order", self.seed, epoch).permutation(
+                len(self.pool)
+            )
         return self.pool[self.permutation[place]]
 
 
-def _keep(state_file: Path, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer,
-          history: History) -> None:
-    state = {"parameters": [parameter.detach().cpu() for parameter in parameters],
-             "optimizer": optimizer.state_dict(), "history": asdict(history)}
+def _keep(
+    state_file: Path,
+    parameters: Sequence[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    history: History,
+) -> None:
+    state = {
+        "parameters": [parameter.detach().cpu() for parameter in parameters],
+        "optimizer": optimizer.state_dict(),
+        "history": asdict(history),
+    }
     buffer = io.BytesIO()
     torch.save(state, buffer)
     measure.write_atomically(state_file, buffer.getvalue())
 
 
-def _restore(state_file: Path, parameters: Sequence[torch.nn.Parameter],
-             optimizer: torch.optim.Optimizer) -> History:
+def _restore(
+    state_file: Path, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> History:
     state = torch.load(state_file, weights_only=True)
     with torch.no_grad():
         for parameter, value in zip(parameters, state["parameters"], strict=True):

@@ -1,12 +1,14 @@
 """From per-image terms to a verdict: standard errors, the simultaneous band, and what would decide.
 
-Images are the sample. A distance d = 1 - X / sqrt(S A), or a difference of two such distances, has over images
-with weights w the linearised influence
+Images are the sample. A distance d = 1 - X / sqrt(S A), or a difference of two such distances, has
+over images with weights w the linearised influence
 
-    e_i = x_i / sqrt(S A) - c (s_i / 2S + a_i / 2A),   SE^2 = n / (n - 1) sum_i w_i e_i^2,   n = sum_i w_i
+    e_i = x_i / sqrt(S A) - c (s_i / 2S + a_i / 2A)
+    SE^2 = n / (n - 1) sum_i w_i e_i^2,  n = sum_i w_i
 
-with n over the images that have the arm. Single cells get a delete-one-image jackknife with Student's t; a family
-of cells gets one studentised bootstrap band, since windows are chosen after looking at all of them.
+with n over the images that have the arm. Single cells get a delete-one-image jackknife with
+Student's t; a family of cells gets one studentised bootstrap band, since windows are chosen after
+looking at all of them.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ TOO_FEW = f"fewer than {MIN_IMAGES} images: no verdict"
 RESAMPLES = 4000
 LEVEL = 0.975
 MAX_LOST = 0.01
+# An arm equal to src has d = 0 and SE = 0 up to rounding; so it has T = 0, not 0/0.
+TINY = 1e-9
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """What a verdict is about: an arm's distance from src or, with a control, its excess over the control's."""
+    """What a verdict is about: an arm's distance from src, or its excess over a control's."""
 
     arm: Terms
     control: Terms | None = None
@@ -86,9 +90,10 @@ def point(cell: Contrast) -> tuple[float, float]:
 
 
 def pointwise(cell: Contrast) -> tuple[float, float]:
-    """95 % interval of one cell: delete-one-image jackknife standard error, t of n - 1 degrees of freedom.
+    """95 % interval of one cell, by itself.
 
-    NaN when an image less leaves no signal, and for fewer than 2 images.
+    Delete-one-image jackknife standard error, t of n - 1 degrees of freedom. NaN when an image
+    less leaves no signal, and for fewer than 2 images.
     """
     count = cell.images
     if count < 2:
@@ -115,11 +120,12 @@ class Band:
 def simultaneous(family: Sequence[Contrast], key: str, resamples: int = RESAMPLES) -> Band:
     """Studentised bootstrap over images for all cells of a family at once.
 
-    One multinomial weight vector a resample serves every cell, so their correlation is kept; T = (d - d*) / SE*.
-    q_safe and q_unsafe are the .975 quantiles of the largest T and the largest -T over the cells. key names the
-    measurement and fixes the resamples. A cell whose S*, A* or SE* is not positive in more than 1 % of the
-    resamples leaves the family; the few such resamples of a cell that stays count as the cell's own most extreme
-    ones, on both sides. Cells of fewer than 8 images get no verdict and take no part.
+    One multinomial weight vector a resample serves every cell, so their correlation is kept;
+    T = (d - d*) / SE*. q_safe and q_unsafe are the .975 quantiles of the largest T and the largest
+    -T over the cells. key names the measurement and fixes the resamples. A cell whose S* or A* is
+    not positive in more than 1 % of the resamples leaves the family; the few such resamples of a
+    cell that stays count as its own most extreme ones, on both sides. Cells of fewer than 8 images
+    get no verdict and take no part.
     """
     signal = [False] * len(family)
     images = len(family[0].present)
@@ -129,22 +135,27 @@ def simultaneous(family: Sequence[Contrast], key: str, resamples: int = RESAMPLE
     for index, cell in enumerate(family):
         center, _ = point(cell)
         d, error, _ = estimate(cell, weights)
-        kept = np.isfinite(d) & (error > 0)
+        kept = np.isfinite(d) & np.isfinite(error)
         signal[index] = math.isfinite(center) and kept.mean() >= 1 - MAX_LOST
         if not signal[index] or cell.images < MIN_IMAGES:
             continue
-        t = (center - d[kept]) / error[kept]
+        t = (center - d[kept]) / np.maximum(error[kept], TINY)
         highest[kept] = np.maximum(highest[kept], t)
         lowest[kept] = np.minimum(lowest[kept], t)
         highest[~kept] = np.maximum(highest[~kept], t.max())
         lowest[~kept] = np.minimum(lowest[~kept], t.min())
     if not np.isfinite(highest).all():
         return Band(math.nan, math.nan, tuple(signal))
-    return Band(float(np.quantile(highest, LEVEL)), float(np.quantile(-lowest, LEVEL)), tuple(signal))
+    q_safe, q_unsafe = np.quantile([highest, -lowest], LEVEL, axis=1).tolist()
+    return Band(q_safe, q_unsafe, tuple(signal))
 
 
-def judge(low: float, high: float, margin: float) -> str:
-    """Verdict of a cell with signal from its simultaneous bounds."""
+def judge(images: int, signal: bool, low: float, high: float, margin: float) -> str:
+    """Verdict of a cell from its simultaneous bounds, provided it has images and signal enough."""
+    if images < MIN_IMAGES:
+        return TOO_FEW
+    if not signal:
+        return NO_SIGNAL
     if high < margin:
         return SAFE
     if low > margin:
@@ -153,10 +164,11 @@ def judge(low: float, high: float, margin: float) -> str:
 
 
 def split_variance(cell: Contrast, even: Contrast, odd: Contrast) -> tuple[float, float]:
-    """Within-image and between-image variance of one image's influence on d, so SE^2 = (within + between) / n.
+    """Within-image and between-image variance of d, as SE^2 = (within + between) / n.
 
-    even and odd are the same contrast from the half-sets of draws; within = mean (psi_even - psi_odd)^2 / 4 is an
-    upper bound, between is the rest, at least 0. More draws shrink the first, only more images the second.
+    even and odd are the same contrast from the half-sets of draws, psi = n e an image's influence.
+    within = mean (psi_even - psi_odd)^2 / 4 is an upper bound; between is the rest, at least 0.
+    More draws shrink the first, only more images the second.
     """
     weights = np.ones((1, len(cell.present)))
     count = cell.images
@@ -165,38 +177,37 @@ def split_variance(cell: Contrast, even: Contrast, odd: Contrast) -> tuple[float
     return within, max(count * point(cell)[1] ** 2 - within, 0.0)
 
 
-def what_decides(verdict: str, d: float, error: float, band: Band, margin: float, images: int, draws: int,
-                 within: float, between: float) -> str:
+def what_decides(judged: str, d: float, error: float, band: Band, margin: float, images: int,
+                 draws: int, within: float, between: float) -> str:
     """One sentence with numbers on what would settle an open cell; empty for a settled one.
 
-    Assumes that d stays where it is, that within-image variance falls as 1 / draws, and that the standard error
-    falls as 1 / sqrt(images).
+    Assumes that d stays where it is, that within-image variance falls as 1 / draws, and that the
+    standard error falls as 1 / sqrt(images).
     """
-    if verdict == TOO_FEW:
+    if judged == TOO_FEW:
         return f"measure at least {MIN_IMAGES} pictures on this route (now {images})"
-    if verdict == NO_SIGNAL:
-        return (f"the gradient does not stand clear of its noise at {draws} draws of {images} images: "
-                "measure more draws")
-    if verdict != UNDECIDED:
+    if judged == NO_SIGNAL:
+        return (f"the gradient does not stand clear of its noise at {draws} draws of {images} "
+                "images: measure more draws")
+    if judged != UNDECIDED:
         return ""
     below = d < margin
-    quantile = band.q_safe if below else band.q_unsafe
     side = "upper bound below" if below else "lower bound above"
     if abs(d - margin) < error:
-        return (f"{d:.3f} lies within one standard error ({error:.3f}) of the margin {margin:g}: it could fall on "
-                f"either side, and telling needs much more data or a margin {_further(d, error, band)}")
-    target = (abs(d - margin) / quantile) ** 2
-    ways = [f"about {math.ceil(images * error ** 2 / target)} images (now {images})"]
+        return (f"{d:.3f} lies within one standard error ({error:.3f}) of the margin {margin:g}, "
+                "so it may fall on either side: much more data would tell, and these data are enough "
+                f"for a margin above {d + band.q_safe * error:.3f}")
+    target = (abs(d - margin) / (band.q_safe if below else band.q_unsafe)) ** 2
+    ways = [f"about {_rounded_up(images * error ** 2 / target)} images (now {images})"]
     room = images * target - between
-    if math.isfinite(within) and room > 0:
-        ways.insert(0, f"about {_even(draws * min(within, images * error ** 2) / room)} draws (now {draws})")
-    only = "" if len(ways) == 2 or not math.isfinite(within) else "; more draws alone would not"
+    if room > 0:
+        needed = draws * min(within, images * error ** 2) / room
+        ways.insert(0, f"about {_rounded_up(needed)} draws (now {draws})")
+    only = "; more draws alone would not" if room <= 0 else ""
     return f"if it stays at {d:.3f}, {' or '.join(ways)} would bring the {side} {margin:g}{only}"
 
 
-def _even(draws: float) -> int:
-    return 2 * math.ceil(draws / 2)
-
-
-def _further(d: float, error: float, band: Band) -> str:
-    return f"above {d + band.q_safe * error:.3f} or below {max(d - band.q_unsafe * error, 0):.3f}"
+def _rounded_up(count: float) -> int:
+    """The next even number of two digits: more would pretend to a precision that is not there."""
+    unit = max(2, 10 ** (math.ceil(math.log10(count)) - 2))
+    return unit * math.ceil(count / unit)

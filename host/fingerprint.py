@@ -10,7 +10,8 @@ SAMPLES = 64
 
 
 def fingerprint(module: torch.nn.Module) -> str:
-    """16 hex digits of a module's parameter names, shapes and up to 64 evenly spaced values of each."""
+    """16 hex digits of a module's parameter names, shapes and up to 64 evenly spaced values of
+    each."""
     digest = hashlib.blake2b(digest_size=8)
     for name, parameter in sorted(module.named_parameters()):
         digest.update(f"{name} {tuple(parameter.shape)}".encode())

@@ -1,8 +1,10 @@
-"""One context manager inside which gradients of a ComfyUI model are right, and after which nothing is changed.
+"""One context manager inside which gradients of a ComfyUI model are right, and after which nothing
+is changed.
 
-The model is a private copy loaded from its file, so the caller's is never touched. Inside, ComfyUI's inference mode
-is off, its training switch on, its fused rotary kernels (which have no backward) replaced by their eager twins, and
-augmented additions of activations done out of place, so that what autograd saved is not overwritten.
+The model is a private copy loaded from its file, so the caller's is never touched. Inside,
+ComfyUI's inference mode is off, its training switch on, its fused rotary kernels (which have no
+backward) replaced by their eager twins, and augmented additions of activations done out of place,
+so that what autograd saved is not overwritten.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from .velocity import Velocity
 class OutOfPlaceAdditions(TorchFunctionMode):
     """Rebinds `a += b` to a new tensor while gradients are taken.
 
-    Flux-like blocks write into activations that autograd has saved. Python calls Tensor.add_ for the statement and
-    binds the name to what is returned, so returning a sum leaves the saved tensor as it was. Where a model ignores
-    the result of add_ this would change its forward, which `Session.check_additions` looks for.
+    Flux-like blocks write into activations that autograd has saved. Python calls Tensor.add_ for
+    the statement and binds the name to what is returned, so returning a sum leaves the saved tensor
+    as it was. Where a model ignores the result of add_ this would change its forward, which
+    `Session.check_additions` looks for.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -62,18 +65,23 @@ class Session:
         """Device, precision and kernels, of which finite-draw cosines depend."""
         device = self.patcher.load_device
         cuda = device.type == "cuda"
-        return {"device": torch.cuda.get_device_name(device) if cuda else device.type,
-                "dtype": str(self.patcher.model.get_dtype_inference()).removeprefix("torch."),
-                "threads": torch.get_num_threads(), "torch": torch.__version__,
-                "attention": comfy.ldm.modules.attention.optimized_attention.__name__}
+        return {
+            "device": torch.cuda.get_device_name(device) if cuda else device.type,
+            "dtype": str(self.patcher.model.get_dtype_inference()).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "attention": comfy.ldm.modules.attention.optimized_attention.__name__,
+        }
 
     def latent_in(self, raw: torch.Tensor) -> torch.Tensor:
-        """Raw VAE latent [C, ..., h, w] -> model latent x [1, C, ..., h, w] on the model's device, float32."""
+        """Raw VAE latent [C, ..., h, w] -> model latent x [1, C, ..., h, w] on the model's device,
+        float32."""
         latent = raw[None].to(self.patcher.load_device, torch.float32)
         return self.patcher.model.process_latent_in(latent).clone()
 
     def check_additions(self, latent: torch.Tensor, conditioning: list) -> None:
-        """Compare one forward with the additions left in place: the same to the last bit, or they stay in place.
+        """Compare one forward with the additions left in place: the same to the last bit, or they
+        stay in place.
 
         Left in place, autograd itself raises for a write that would spoil a gradient.
         """
@@ -88,8 +96,11 @@ class Session:
 def check_loadable(model: comfy.model_patcher.ModelPatcher) -> None:
     """Raise ValueError when a MODEL cannot be loaded a second time."""
     if model.cached_patcher_init is None:
-        raise ValueError("MODEL comes from a loader that ComfyUI cannot call again for a private copy: load it with "
-                         "Load Diffusion Model or Load Checkpoint")
+        raise ValueError(
+            "MODEL comes from a loader that ComfyUI cannot call again for a private copy: load it "
+            "with "
+            "Load Diffusion Model or Load Checkpoint"
+        )
 
 
 @contextmanager
@@ -104,11 +115,19 @@ def open_session(model: comfy.model_patcher.ModelPatcher) -> Iterator[Session]:
         patcher = model.clone(disable_dynamic=True, force_deepcopy=True)
         patcher.model.requires_grad_(False)
         try:
-            comfy.model_management.load_models_gpu([patcher], memory_required=1e20, force_full_load=True)
+            comfy.model_management.load_models_gpu(
+                [patcher], memory_required=1e20, force_full_load=True
+            )
             patcher.pre_run()
             with _training_switch(), _eager_rope(), ExitStack() as modes:
                 modes.enter_context(OutOfPlaceAdditions())
-                yield Session(patcher, family, Velocity(patcher), fingerprint(patcher.model.diffusion_model), modes)
+                yield Session(
+                    patcher,
+                    family,
+                    Velocity(patcher),
+                    fingerprint(patcher.model.diffusion_model),
+                    modes,
+                )
         finally:
             patcher.cleanup()
             loaded = comfy.model_management.current_loaded_models
@@ -128,8 +147,14 @@ def _training_switch() -> Iterator[None]:
 @contextmanager
 def _eager_rope() -> Iterator[None]:
     kernels = comfy.quant_ops.ck
-    names = [name for name in vars(rope) if "rope" in name and not name.startswith("_") and callable(vars(rope)[name])
-             and hasattr(kernels, name)]
+    names = [
+        name
+        for name in vars(rope)
+        if "rope" in name
+        and not name.startswith("_")
+        and callable(vars(rope)[name])
+        and hasattr(kernels, name)
+    ]
     before = {name: getattr(kernels, name) for name in names}
     try:
         for name in names:

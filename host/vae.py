@@ -9,7 +9,8 @@ from .fingerprint import fingerprint
 
 
 class VaeCodec:
-    """Encode and decode single pictures. A video VAE takes a batch for frames, so there are no batches here."""
+    """Encode and decode single pictures. A video VAE takes a batch for frames, so there are no
+    batches here."""
 
     def __init__(self, vae) -> None:
         self.vae = vae
@@ -23,11 +24,13 @@ class VaeCodec:
     def encode(self, pixels: np.ndarray) -> torch.Tensor:
         """uint8 [H, W, 3] -> raw latent [C, ..., h, w]."""
         image = torch.from_numpy(np.array(pixels)).float() / 255
-        return self.vae.encode(image[None])[0].cpu().float()
+        with torch.no_grad():
+            return self.vae.encode(image[None])[0].cpu().float()
 
     def decode(self, latent: torch.Tensor) -> np.ndarray:
         """Raw latent [C, ..., h, w] -> uint8 [H, W, 3]."""
-        image = self.vae.decode(latent[None])
+        with torch.no_grad():
+            image = self.vae.decode(latent[None])
         image = image.reshape(-1, *image.shape[-3:])[0]
         return (image * 255).round().clamp(0, 255).byte().cpu().numpy()
 
@@ -37,6 +40,8 @@ def check_fits(vae, model) -> None:
     wanted = model.latent_format
     channels, axes = int(vae.latent_channels), int(vae.latent_dim)
     if channels != wanted.latent_channels or axes != wanted.latent_dimensions:
-        raise ValueError(f"VAE makes latents of {channels} channels and {axes} axes, MODEL takes "
-                         f"{wanted.latent_channels} channels and {wanted.latent_dimensions} axes: "
-                         "load the VAE that belongs to the model")
+        raise ValueError(
+            f"VAE makes latents of {channels} channels and {axes} axes, MODEL takes "
+            f"{wanted.latent_channels} channels and {wanted.latent_dimensions} axes: "
+            "load the VAE that belongs to the model"
+        )

@@ -16,8 +16,9 @@ from . import text
 class Velocity:
     """The velocity a flow model predicts, differentiable in the model's trainable parameters.
 
-    Conditioning is prepared once per (conditioning, latent shape), as the host's sampler prepares it before its first
-    step. The model's own sigma, its x0 prediction and the velocity are related by v = (z - x0)/sigma.
+    Conditioning is prepared once per (conditioning, latent shape), as the host's sampler prepares
+    it before its first step. The model's own sigma, its x0 prediction and the velocity are related
+    by v = (z - x0)/sigma.
     """
 
     def __init__(self, patcher: comfy.model_patcher.ModelPatcher) -> None:
@@ -25,7 +26,9 @@ class Velocity:
         self.device = patcher.load_device
         self.options = comfy.model_patcher.create_model_options_clone(patcher.model_options)
         # Read by families whose forward looks up its place in the schedule.
-        self.options.setdefault("transformer_options", {})["sample_sigmas"] = torch.tensor([1.0, 0.0])
+        self.options.setdefault("transformer_options", {})["sample_sigmas"] = torch.tensor(
+            [1.0, 0.0]
+        )
         self.rescaled = isinstance(self.model.model_sampling, comfy.model_sampling.COSMOS_RFLOW)
         self._prepared: dict[tuple[int, torch.Size], tuple[Any, list]] = {}
 
@@ -37,15 +40,24 @@ class Velocity:
             level = level / (1 - level)
             state = z / (1 - sigma)
         conds = self._prepare(conditioning, z)
-        denoised = comfy.samplers.calc_cond_batch(self.model, [conds], state, level, self.options)[0]
+        denoised = comfy.samplers.calc_cond_batch(self.model, [conds], state, level, self.options)[
+            0
+        ]
         return (z - denoised) / sigma
 
     def _prepare(self, conditioning: list, z: torch.Tensor) -> list:
         key = id(conditioning), z.shape
         if key not in self._prepared:
             entries = comfy.sampler_helpers.convert_cond(text.own_copy(conditioning))
-            conds = comfy.samplers.process_conds(self.model, torch.zeros_like(z), {"positive": entries}, self.device,
-                                                 latent_image=torch.zeros_like(z), seed=0, latent_shapes=[z.shape])
+            conds = comfy.samplers.process_conds(
+                self.model,
+                torch.zeros_like(z),
+                {"positive": entries},
+                self.device,
+                latent_image=torch.zeros_like(z),
+                seed=0,
+                latent_shapes=[z.shape],
+            )
             # The conditioning is kept beside its id, so that the id cannot be reused by another.
             self._prepared[key] = conditioning, conds["positive"]
         return self._prepared[key][1]

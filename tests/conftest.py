@@ -1,8 +1,10 @@
-"""How the suite finds the pack: `demotion` and `pack` by file, the repository root never on sys.path.
+"""How the suite finds the pack: `demotion` and `pack` by file, the repository root never on
+sys.path.
 
-The root holds a folder `nodes` that would shadow ComfyUI's own nodes.py, and an `__init__.py` that only
-ComfyUI may run. `demotion` is imported as a package of its own; `pack.host` and `pack.nodes` find that same
-copy, since both rooms import modules (`from ..demotion import grid`), not names, across rooms.
+The root holds a folder `nodes` that would shadow ComfyUI's own nodes.py, and an `__init__.py` that
+only ComfyUI may run. `demotion` is imported as a package of its own; `pack.host` and `pack.nodes`
+find that same copy, since both rooms import modules (`from ..demotion import grid`), not names,
+across rooms.
 """
 
 from __future__ import annotations
@@ -41,13 +43,17 @@ _alias_pack()
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast tests first, then the live server, then the browser."""
-    items.sort(key=lambda item: max((ORDER.index(m.name) + 1 for m in item.iter_markers()
-                                     if m.name in ORDER), default=0))
+    items.sort(
+        key=lambda item: max(
+            (ORDER.index(m.name) + 1 for m in item.iter_markers() if m.name in ORDER), default=0
+        )
+    )
 
 
 @pytest.fixture(scope="session")
 def comfy() -> types.ModuleType:
-    """ComfyUI's own modules in this process, on the CPU. Needs COMFYUI_PATH, which `run.py test` sets."""
+    """ComfyUI's own modules in this process, on the CPU. Needs COMFYUI_PATH, which `run.py test`
+    sets."""
     path = os.environ.get("COMFYUI_PATH")
     if not path:
         pytest.fail("COMFYUI_PATH is not set: run the suite with `python3 run.py test`")
@@ -55,6 +61,8 @@ def comfy() -> types.ModuleType:
         sys.path.insert(0, path)
     sys.argv = ["pytest", "--cpu", "--use-pytorch-cross-attention"]
     import comfy.options
+
     comfy.options.enable_args_parsing()
     import comfy.sd
+
     return sys.modules["comfy"]

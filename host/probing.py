@@ -1,0 +1,158 @@
+"""A probe of a training set on a ComfyUI model: settings, file, session, cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..demotion import adapter, arms, draws, measure, probe
+from . import families, lora_file, session, text
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a probe measures. lora names an adapter file; without one a fresh adapter of this rank
+    is drawn."""
+
+    bins: tuple[draws.Bin, ...]
+    draws: int
+    seed: int
+    shared_noise: bool
+    rank: int
+    targets: str
+    lora: Path | None
+
+
+def run(
+    model,
+    training_set: arms.TrainingSet,
+    options: Options,
+    folder: Path,
+    progress: Callable[[int], Callable[[], None]],
+) -> tuple[measure.Measurement, Path]:
+    """Measure every (image, bin) cell that the folder does not hold yet.
+
+    progress is given the number of gradients to take and returns what to call after each. Raises
+    ValueError, before the first gradient, for a model, adapter or bins that do not fit.
+    """
+    low, high = families.sigma_range(model.model)
+    for sigma_bin in options.bins:
+        if sigma_bin[0] < low or sigma_bin[1] > high:
+            raise ValueError(
+                f"bin {sigma_bin[0]:g}-{sigma_bin[1]:g} leaves the model's sigma range "
+                f"{low:g}-{high:.5g}: choose bins inside it"
+            )
+    if options.lora is not None:
+        lora_file.read(options.lora, model.model)
+    items = {item.image: item for item in training_set.items}
+    with session.open_session(model) as live:
+        weights = _weights(live, options)
+        settings = _settings(live, training_set, options, weights)
+        path = folder / f"{measure.settings_key(settings)}.jsonl"
+        measurement = measure.open_for_append(path, settings)
+        done = {(cell.image, cell.bin) for cell in measurement.cells}
+        todo = [
+            (item, sigma_bin)
+            for item in items.values()
+            for sigma_bin in options.bins
+            if (item.image, sigma_bin) not in done
+        ]
+        tick = progress(sum(options.draws * len(_arms_of(training_set, item)) for item, _ in todo))
+        if not todo:
+            return measurement, path
+        first = training_set.items[0]
+        live.check_additions(
+            live.latent_in(training_set.latent(first, arms.SRC)), first.conditioning
+        )
+        parts = adapter.Adapter(live.network, weights).parts
+        subject = None
+        for item, sigma_bin in todo:
+            if subject is None or subject.image != item.image:
+                subject = _subject(live, training_set, item)
+            cell = probe.measure_cell(
+                subject,
+                sigma_bin,
+                options.draws,
+                options.seed,
+                options.shared_noise,
+                live.velocity,
+                parts,
+                tick,
+            )
+            measure.append(path, cell)
+            measurement.cells.append(cell)
+    return measurement, path
+
+
+def targets_of(family: families.Family, pattern: str) -> str:
+    """The pattern a user gave, or the family's own."""
+    return pattern.strip() or family.targets
+
+
+def _weights(live: session.Session, options: Options) -> adapter.Weights:
+    if options.lora is not None:
+        return lora_file.read(options.lora, live.patcher.model)
+    linears = families.linears(live.network)
+    targets = adapter.match_targets(linears, targets_of(live.family, options.targets))
+    return adapter.probe_weights(linears, targets, options.rank, options.seed)
+
+
+def _arms_of(training_set: arms.TrainingSet, item: arms.Item) -> list[arms.Arm]:
+    return [arms.SRC, arms.NULL, *(arm for arm in training_set.arms_of(item) if arm != arms.SRC)]
+
+
+def _subject(
+    live: session.Session, training_set: arms.TrainingSet, item: arms.Item
+) -> probe.Subject:
+    latents, weights = {}, {}
+    for arm in _arms_of(training_set, item):
+        source = arms.SRC if arm == arms.NULL else arm
+        latent = live.latent_in(training_set.latent(item, source))
+        mask = item.loss_weights(tuple(latent.shape[-2:]))
+        latents[str(arm)] = latent
+        weights[str(arm)] = mask if mask is None else mask.to(latent.device)
+    return probe.Subject(item.image, latents, weights, item.conditioning)
+
+
+def _settings(
+    live: session.Session,
+    training_set: arms.TrainingSet,
+    options: Options,
+    weights: adapter.Weights,
+) -> dict[str, Any]:
+    all_arms = [arms.SRC, arms.NULL, *(arm for arm in training_set.arms if arm != arms.SRC)]
+    return {
+        "arms": [str(arm) for arm in all_arms],
+        "bins": [list(sigma_bin) for sigma_bin in options.bins],
+        "draws": options.draws,
+        "seed": options.seed,
+        "noise": "shared" if options.shared_noise else "independent",
+        "parts": ["A", "B"],
+        "native_tier": training_set.native_tier,
+        "vae_factor": training_set.vae_factor,
+        "patch": training_set.patch,
+        "vae": training_set.codec.fingerprint,
+        "model": {"family": live.family.name, "fingerprint": live.fingerprint},
+        "adapter": {
+            "kind": "fresh" if options.lora is None else options.lora.name,
+            "modules": len(weights.modules),
+            "fingerprint": weights.fingerprint,
+            "rank": max(down.shape[0] for down, _, _ in weights.modules.values()),
+        },
+        "images": {item.image: _image_settings(training_set, item) for item in training_set.items},
+        "environment": live.environment,
+    }
+
+
+def _image_settings(training_set: arms.TrainingSet, item: arms.Item) -> dict[str, Any]:
+    return {
+        "name": item.name,
+        "size": list(item.size),
+        "mask": item.mask.stem if item.mask else None,
+        "conditioning": text.conditioning_hash(item.conditioning),
+        "grids": {
+            str(arm): list(training_set.grid_of(item, arm)) for arm in training_set.arms_of(item)
+        },
+    }

@@ -1,0 +1,21 @@
+"""The canvas: V3 schemas, tooltips, checks and progress over `demotion` and `host`."""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+from . import files, gap_map, probe, train, training_set
+
+
+class DemotionExtension(ComfyExtension):
+    """All nodes of the pack."""
+
+    async def on_load(self) -> None:
+        files.register_folders()
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [*training_set.NODES, *probe.NODES, *gap_map.NODES, *train.NODES]
+
+
+async def comfy_entrypoint() -> DemotionExtension:
+    return DemotionExtension()

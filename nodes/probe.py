@@ -1,0 +1,211 @@
+"""Sigma-Binned Gradient Probe - Load and Save Measurement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import folder_paths
+from comfy_api.latest import io
+
+from ..demotion import arms, measure
+from ..demotion import draws as random_draws
+from ..host import probing
+from . import files, wires
+from .progress import Progress, tell
+
+FRESH = "[fresh adapter]"
+
+
+class GradientProbe(io.ComfyNode):
+    """Gradients of every arm, bin by bin, reduced to their inner products."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="DemotionGradientProbe",
+            display_name="Sigma-Binned Gradient Probe",
+            category=wires.CATEGORY,
+            description="Measures LoRA gradients per noise bin for every arm of a set. Finished "
+            "cells are kept on disk: "
+            "the same queue again continues after a Cancel.",
+            search_aliases=["gradient", "measure", "gap map"],
+            is_output_node=True,
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="The model the LoRA will be trained on. It is not changed."
+                ),
+                wires.TrainingSet.Input(
+                    "training_set", display_name="set", tooltip="A set with the arms to compare."
+                ),
+                io.String.Input(
+                    "bins",
+                    default="8",
+                    tooltip="Bins of sigma: a count of equal bins over 0-1, or edges such as "
+                    "0.1-0.3, 0.3-0.5.",
+                ),
+                io.Int.Input(
+                    "draws",
+                    default=8,
+                    min=2,
+                    max=4096,
+                    tooltip="Random (sigma, noise) draws per picture and bin. An even number of at "
+                    "least 4 also "
+                    "tells draw noise from differences between pictures.",
+                ),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFF,
+                    control_after_generate=False,
+                    tooltip="Names all random numbers. Another seed is another measurement.",
+                ),
+                io.Combo.Input(
+                    "noise",
+                    options=["shared", "independent"],
+                    default="shared",
+                    tooltip="shared: all arms of a draw have the same noise as far as their grids "
+                    "allow, which "
+                    "needs fewer draws. independent: every arm has its own.",
+                ),
+                io.Combo.Input(
+                    "adapter",
+                    options=[FRESH, *folder_paths.get_filename_list("loras")],
+                    default=FRESH,
+                    tooltip="The LoRA whose gradient is taken: your own file, best, or a fresh "
+                    "seeded one.",
+                ),
+                io.Int.Input("rank", default=8, min=1, max=256, tooltip="Rank of a fresh adapter."),
+                io.String.Input(
+                    "targets",
+                    default="",
+                    advanced=True,
+                    tooltip="Regular expression over the model's Linears that a fresh adapter sits "
+                    "on. Empty: "
+                    "attention and MLP of the image stream.",
+                ),
+            ],
+            outputs=[
+                wires.Measurement.Output(
+                    "measurement",
+                    display_name="measurement",
+                    tooltip="Inner products of all arms per picture and bin.",
+                )
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, bins: str = "8") -> bool | str:
+        try:
+            random_draws.parse_bins(bins)
+        except ValueError as problem:
+            return str(problem)
+        return True
+
+    @classmethod
+    def execute(
+        cls,
+        model,
+        training_set: arms.TrainingSet,
+        bins: str,
+        draws: int,
+        seed: int,
+        noise: str,
+        adapter: str,
+        rank: int,
+        targets: str,
+    ) -> io.NodeOutput:
+        node_id = cls.hidden.unique_id
+        lora = (
+            None
+            if adapter == FRESH
+            else Path(folder_paths.get_full_path_or_raise("loras", adapter))
+        )
+        options = probing.Options(
+            bins=tuple(random_draws.parse_bins(bins)),
+            draws=draws,
+            seed=seed,
+            shared_noise=noise == "shared",
+            rank=rank,
+            targets=targets,
+            lora=lora,
+        )
+        measurement, path = probing.run(
+            model,
+            training_set,
+            options,
+            files.output_folder("measurements"),
+            lambda total: Progress(total, node_id, "gradients"),
+        )
+        tell(node_id, f"{len(measurement.cells)} cells in {path.name}")
+        return io.NodeOutput(measurement, ui={"files": [files.shown("measurement", path)]})
+
+
+class SaveMeasurement(io.ComfyNode):
+    """Keeps a measurement under a name."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="DemotionSaveMeasurement",
+            display_name="Save Measurement",
+            category=wires.CATEGORY,
+            description="Saves a measurement under a name in output/demotion/measurements. Nothing "
+            "is overwritten.",
+            is_output_node=True,
+            inputs=[
+                wires.Measurement.Input("measurement", tooltip="A measurement."),
+                io.String.Input(
+                    "name", default="measurement", tooltip="File name; a number is added."
+                ),
+            ],
+            outputs=[],
+        )
+
+    @classmethod
+    def validate_inputs(cls, name: str = "") -> bool | str:
+        return files.name_problem(name) or True
+
+    @classmethod
+    def execute(cls, measurement: measure.Measurement, name: str) -> io.NodeOutput:
+        path = files.numbered(files.output_folder("measurements"), name, ".jsonl")
+        measurement.save(path)
+        return io.NodeOutput(ui={"files": [files.shown("measurement", path)]})
+
+
+class LoadMeasurement(io.ComfyNode):
+    """Reads a saved measurement."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="DemotionLoadMeasurement",
+            display_name="Load Measurement",
+            category=wires.CATEGORY,
+            description="Loads a measurement from output/demotion/measurements, again when the "
+            "file changes.",
+            inputs=[
+                io.Combo.Input(
+                    "file",
+                    options=files.saved_names("measurements", ".jsonl"),
+                    tooltip="A file in output/demotion/measurements.",
+                )
+            ],
+            outputs=[
+                wires.Measurement.Output(
+                    "measurement", display_name="measurement", tooltip="The measurement."
+                )
+            ],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, file: str) -> str:
+        return files.stamp(files.saved_file("measurements", file))
+
+    @classmethod
+    def execute(cls, file: str) -> io.NodeOutput:
+        return io.NodeOutput(measure.Measurement.load(files.saved_file("measurements", file)))
+
+
+NODES = [GradientProbe, SaveMeasurement, LoadMeasurement]

