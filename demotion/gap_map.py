@@ -27,7 +27,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Gap:
-    """One arm in one sigma bin. Distances are 1 - cosine; NaN where there is no signal.
+    """One arm in one sigma bin. Distances are 1 - cosine; NaN where a norm is not positive.
 
     arm, bin          arm name; (lo, hi) of sigma
     control           arm whose distance is subtracted from d, per_image and split_half, or None
@@ -194,11 +194,12 @@ def summary(gap_map: GapMap) -> str:
              f"{'simultaneous 95 %':>18} {'signal':>9}  verdict"]
     for gap in gap_map.gaps:
         sigma = f"{gap.bin[0]:.3f}-{gap.bin[1]:.3f}"
-        band = f"{gap.band[0]:.3f} to {gap.band[1]:.3f}"
+        band = "-" if math.isnan(gap.band[0]) else f"{gap.band[0]:.3f} to {gap.band[1]:.3f}"
+        distance = "-" if math.isnan(gap.d) else f"{gap.d:.3f}"
         settled = gap.verdict in (verdict.SAFE, verdict.UNSAFE)
         at_margin = f" at {gap_map.margin:g}" if settled else ""
         relative = f", relative to {gap.control}" if gap.control else ""
-        lines.append(f"{arm_title(gap.arm, gap_map.native_tier):14} {sigma:11} {gap.d:8.3f} "
+        lines.append(f"{arm_title(gap.arm, gap_map.native_tier):14} {sigma:11} {distance:>8} "
                      f"{band:>18} {gap.with_signal:3} of {gap.images:<3}  "
                      f"{gap.verdict}{at_margin}{relative}")
     return "\n".join(lines)
@@ -224,8 +225,8 @@ def _check(measurement: Measurement, estimator: str, control: str | None, margin
     if missing:
         image, (low, high) = missing[0]
         raise ValueError(f"the measurement lacks {len(missing)} of {len(wanted)} cells, first "
-                         f"image {image} in bin {low:g}-{high:g}: run the probe again with the same "
-                         "settings to finish it")
+                         f"image {image} in bin {low:g}-{high:g}: run the probe again with the "
+                         "same settings to finish it")
 
 
 @dataclass(frozen=True)

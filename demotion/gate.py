@@ -210,7 +210,7 @@ def describe(gate: Gate) -> str:
     if gate.measured:
         head = f"Gate from gap map {gate.source}, safe at margin {gate.margin:g}"
     else:
-        head = f"Gate {gate.source}, not measured"
+        head = f"Gate: {gate.source}, not measured"
     rules = [f"  {number}. {rule}" for number, rule in enumerate(gate.rules, 1)]
     body = rules or ["  no rule: every step trains native"]
     return "\n".join([head, *body, gate.notes]).rstrip()

@@ -80,12 +80,13 @@ def loss_figure(losses: Sequence[float], demoted: Sequence[bool],
               transform=axes.get_xaxis_transform(),
               label=f"demoted: {int(marks.sum())} of {len(values)} steps")
     axes.set_xlim(0.5, max(len(values), 1) + 0.5)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.margins(y=0.08)
     _legend(axes)
     _title(axes, "Training loss",
-           "a demoted step has its own sigma and grid: compare the mean, not the single step")
+           "the loss of a step depends on its sigma: read the running mean")
     return figure
 
 
@@ -136,6 +137,15 @@ def _middle(gap: Gap, shift: float = 0.0) -> float:
     return (low + high) / 2 + shift * (high - low)
 
 
+def _has_signal(gap: Gap) -> bool:
+    return gap.verdict != verdict.NO_SIGNAL
+
+
+def _height(gap: Gap) -> float:
+    # Without signal the estimate is a ratio of noise: it would only stretch the picture.
+    return gap.d if _has_signal(gap) else math.nan
+
+
 def _runs(gaps: Sequence[Gap]) -> list[list[Gap]]:
     """The gaps split where bins do not touch: no line bridges noise levels without measurement."""
     runs: list[list[Gap]] = []
@@ -152,10 +162,10 @@ def _draw_route(axes: Axes, gaps: Sequence[Gap], title: str, color: str, marker:
     label = f"{title} px, {gaps[0].tokens:.0f} of {gaps[0].src_tokens:.0f} tokens"
     for run in _runs(gaps):
         x = [_middle(gap, shift) for gap in run]
-        axes.plot(x, [gap.d for gap in run], color=color, marker=marker, markersize=7,
+        axes.plot(x, [_height(gap) for gap in run], color=color, marker=marker, markersize=7,
                   linewidth=2, markeredgecolor="white", zorder=4, label=label)
         label = "_"
-    for gap in gaps:
+    for gap in filter(_has_signal, gaps):
         middle, width = _middle(gap, shift), gap.bin[1] - gap.bin[0]
         low, high = gap.band
         # A box per bin, since the band speaks of bins and not of the noise levels between them.
@@ -167,7 +177,7 @@ def _draw_route(axes: Axes, gaps: Sequence[Gap], title: str, color: str, marker:
 def _draw_diagnostic(axes: Axes, gaps: Sequence[Gap], title: str, style: str) -> None:
     label = title
     for run in _runs(gaps):
-        axes.plot([_middle(gap) for gap in run], [gap.d for gap in run], color=FAINT,
+        axes.plot([_middle(gap) for gap in run], [_height(gap) for gap in run], color=FAINT,
                   linewidth=1.2, linestyle=style, zorder=1.5, label=label)
         label = "_"
 
@@ -176,7 +186,7 @@ def _limits(gap_map: GapMap) -> tuple[float, float]:
     """Vertical limits that hold every estimate and band, short of what little signal says."""
     values = [0.0, 1.6 * gap_map.margin]
     for gap in gap_map.gaps:
-        values += [gap.d, *(gap.band if is_route(gap.arm) else ())]
+        values += [_height(gap), *(gap.band if is_route(gap.arm) else ())]
     finite = [value for value in values if math.isfinite(value)]
     low, high = max(min(finite), -0.3), min(max(finite), 1.2)
     return low - 0.04 * (high - low), high + 0.06 * (high - low)
@@ -198,8 +208,9 @@ def _draw_strip(axes: Axes, gap_map: GapMap, routes: Sequence[str]) -> None:
     axes.set_xlim(first, last)
     axes.set_yticks([row + 0.5 for row in range(len(routes))],
                     [arm_title(arm, gap_map.native_tier) for arm in routes])
-    axes.set_xticks(sorted({edge for edges in gap_map.bins for edge in edges}))
-    axes.xaxis.set_major_formatter("{x:.3g}")
+    edges = sorted({edge for edges in gap_map.bins for edge in edges})
+    axes.set_xticks(edges[::math.ceil(len(edges) / 18)])
+    axes.xaxis.set_major_formatter("{x:.4g}")
     axes.tick_params(colors=INK, labelsize=11, length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)

@@ -195,8 +195,8 @@ def what_decides(judged: str, d: float, error: float, band: Band, margin: float,
     side = "upper bound below" if below else "lower bound above"
     if abs(d - margin) < error:
         return (f"{d:.3f} lies within one standard error ({error:.3f}) of the margin {margin:g}, "
-                "so it may fall on either side: much more data would tell, and these data are enough "
-                f"for a margin above {d + band.q_safe * error:.3f}")
+                "so it may fall on either side: much more data would tell, and these data are "
+                f"enough for a margin above {d + band.q_safe * error:.3f}")
     target = (abs(d - margin) / (band.q_safe if below else band.q_unsafe)) ** 2
     ways = [f"about {_rounded_up(images * error ** 2 / target)} images (now {images})"]
     room = images * target - between

@@ -69,10 +69,12 @@ async def ws(request):
 @routes.post("/prompt")
 async def prompt(request):
     job = await request.json()
+    found = {"1": {"errors": [{"message": "Value not in list", "details": "vae: x.pt"}]}}
     if mode == "refuses":
-        error = {"message": "Value not in list", "details": "vae: x.pt"}
-        return web.json_response({"error": {"message": "no", "details": ""},
-            "node_errors": {"1": {"errors": [error]}}}, status=400)
+        error = {"message": "no", "details": ""}
+        return web.json_response({"error": error, "node_errors": found}, status=400)
+    if mode == "runs a part":
+        return web.json_response({"prompt_id": "p", "node_errors": found})
     asyncio.create_task(play(sockets[job["client_id"]]))
     return web.json_response({"prompt_id": "p", "node_errors": {}})
 
@@ -93,6 +95,12 @@ async def play(socket):
     if mode == "interrupted":
         await tell("execution_interrupted", node_id="1")
     await tell("executing", node=None)
+
+@routes.post("/{what:queue|interrupt}")
+async def take_back(request):
+    with (here / "taken back").open("a") as file:
+        file.write(request.match_info["what"] + json.dumps(await request.json()))
+    return web.Response()
 
 @routes.get("/history/p")
 async def history(request):
@@ -325,7 +333,7 @@ def test_no_network(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("output", "said"),
     [
-        ("OSError: [Errno 28] No space left on device\n", "The disk is full: free about 8 GB and"),
+        ("OSError: [Errno 28] No space left on device\n", "The disk is full: free about 10 GB and"),
         ("x\nERROR: No matching distribution found for a==9\n", "No matching distribution found"),
         ("unheard of", "unheard of"),
     ],
@@ -516,6 +524,7 @@ def test_a_workflow_is_followed_to_its_end(run: ModuleType, comfyui: Path) -> No
         ("fails", "Measure gradients: 3 channels, not 16"),
         ("interrupted", "Measure gradients: interrupted"),
         ("refuses", "Measure gradients: Value not in list: vae: x.pt"),
+        ("runs a part", "Measure gradients: Value not in list: vae: x.pt"),
     ],
 )
 def test_a_failing_workflow_names_its_node(
@@ -524,6 +533,9 @@ def test_a_failing_workflow_names_its_node(
     with server(run, comfyui, mode) as live, pytest.raises(run.Stop) as stop:
         run.queue(live.url, PROMPT)
     assert str(stop.value) == said
+    if mode == "runs a part":
+        taken_back = (comfyui / "taken back").read_text()
+        assert taken_back == 'queue{"delete": ["p"]}interrupt{"prompt_id": "p"}'
 
 
 def demo(run: ModuleType, comfyui: Path, mode: str) -> subprocess.CompletedProcess:
@@ -574,7 +586,7 @@ def test_the_time_left_counts_from_where_a_run_continues(
         progress("progress_state", {"nodes": {"1": state}})
     progress("executing", {"node": None})
     assert capsys.readouterr().out.splitlines() == [
-        "[ 1/2] Measure gradients 610/1000 6:30 left",
+        "[ 1/2] Measure gradients 61% 6:30 left",
         f"{'[ 1/2] Measure gradients':<56}   10.0 s",
     ]
 

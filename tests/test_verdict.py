@@ -11,7 +11,7 @@ import synthetic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demotion import cosine, verdict
+from demotion import cosine, draws, verdict
 
 AT_MARGIN = synthetic.World({"demote:224": 0.05, "demote:192": 0.05}, size=64, rank=48)
 
@@ -108,6 +108,22 @@ def test_the_band_depends_on_the_key_and_nothing_else() -> None:
     assert verdict.simultaneous(cells, "k", 200) != verdict.simultaneous(cells, "l", 200)
 
 
+def test_the_quantiles_are_those_of_the_largest_studentised_deviations() -> None:
+    cells = family(AT_MARGIN)[:3]
+    weights = draws.stream("bootstrap", "k").multinomial(12, np.full(12, 1 / 12), 100)
+    above, below = [], []
+    for row in weights:
+        t = []
+        for cell in cells:
+            d, error, _ = verdict.estimate(cell, row[None].astype(float))
+            t.append((verdict.point(cell)[0] - d[0]) / error[0])
+        above.append(max(t))
+        below.append(max(-value for value in t))
+    band = verdict.simultaneous(cells, "k", 100)
+    assert band.q_safe == pytest.approx(np.quantile(above, 0.975))
+    assert band.q_unsafe == pytest.approx(np.quantile(below, 0.975))
+
+
 def test_a_larger_family_has_a_wider_band() -> None:
     cells = family(AT_MARGIN)
     one, all_of_them = (verdict.simultaneous(part, "k", 1000) for part in (cells[:1], cells))
@@ -158,7 +174,7 @@ def test_a_verdict_is_monotone_in_the_margin(low: float, width: float, margins: 
 
 def test_more_draws_shrink_the_within_part_alone() -> None:
     def split(draws: int) -> tuple[float, float]:
-        world = replace(AT_MARGIN, images=400, draws=draws, noise=1.5, spread=0.028,
+        world = replace(AT_MARGIN, images=400, draws=draws, noise=0.4, spread=0.028,
                         bins=((0.0, 1.0),))
         cells = synthetic.measure(world, 1, parts=1).cells
         parts = [[cosine.half(cell, index) for cell in cells] for index in (0, 1)]
@@ -181,7 +197,8 @@ def test_what_decides_counts_draws_and_images_that_bring_the_bound_to_the_margin
     assert "about 32 draws (now 8) or about 64 images (now 16)" in text and "below 0.05" in text
     text = verdict.what_decides(verdict.UNDECIDED, 0.02, 0.02, BAND, 0.05, 16, 8, 0.0, 0.0064)
     assert "draws (now" not in text and "more draws alone would not" in text
-    text = verdict.what_decides(verdict.UNDECIDED, 0.09, 0.02, BAND, 0.05, 16, 7, math.nan, math.nan)
+    text = verdict.what_decides(verdict.UNDECIDED, 0.09, 0.02, BAND, 0.05, 16, 7,
+                                math.nan, math.nan)
     assert "images (now 16)" in text and "above 0.05" in text and "draws" not in text
 
 

@@ -1,0 +1,40 @@
+"""A ten-line flow model and pictures for it, to run the loops without a host."""
+
+from __future__ import annotations
+
+import torch
+
+from demotion import probe, train
+
+
+class TinyFlow(torch.nn.Module):
+    """Velocity of a latent [B, 4, H, W]: two pointwise layers that see sigma."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(5, 8)
+        self.second = torch.nn.Linear(8, 4)
+
+    def forward(self, z: torch.Tensor, sigma: float, context: object = None) -> torch.Tensor:
+        rows = z.movedim(1, -1)
+        level = torch.full_like(rows[..., :1], sigma)
+        hidden = torch.tanh(self.first(torch.cat([rows, level], -1)))
+        return self.second(hidden).movedim(-1, 1)
+
+
+def latent(seed: int, grid: tuple[int, int]) -> torch.Tensor:
+    return torch.randn(1, 4, *grid, generator=torch.Generator().manual_seed(seed))
+
+
+def subject(seed: int) -> probe.Subject:
+    """A picture with a null arm, a demoted arm and a repromoted arm that equals src."""
+    native = latent(seed, (8, 8))
+    latents = {"src": native, "null": native, "demote:6": latent(seed + 100, (6, 6)),
+               "repromote:6": native.clone()}
+    return probe.Subject(f"image{seed}", latents, dict.fromkeys(latents))
+
+
+def pupils(count: int = 3) -> list[train.Pupil]:
+    return [train.Pupil(latent(n, (8, 8)), {192: latent(n + 50, (6, 6))}, {None: None, 192: None},
+                        repeats=1 + n % 2) for n in range(count)]

@@ -1,0 +1,198 @@
+"""The gap map: what it computes, refuses, and survives on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import synthetic
+
+from demotion import gap_map as gap_map_module
+from demotion import verdict
+from demotion.gap_map import GapMap, gap_map, is_route, summary
+from demotion.measure import Measurement
+
+WORLD = synthetic.World({"null": 0.0, "reenc": 0.02, "demote:224": [0.3, 0.1, 0.02, 0.01],
+                         "demote:192": [0.4, 0.2, 0.08, 0.06], "repromote:192": 0.05},
+                        spread=0.01, gains={"demote:224": 1.5})
+MEASUREMENT = synthetic.measure(WORLD)
+MAP = gap_map(MEASUREMENT)
+
+
+def without_arm(measurement: Measurement, arm: str, images: int) -> Measurement:
+    """The measurement with an arm taken from its first images, as when they are off-route."""
+    names = sorted({cell.image for cell in measurement.cells})[:images]
+    cells = []
+    for cell in measurement.cells:
+        if cell.image in names:
+            kept = [index for index, name in enumerate(cell.arms) if name != arm]
+            cell = replace(cell, arms=tuple(cell.arms[index] for index in kept),
+                           gram=cell.gram[:, :, kept][..., kept],
+                           products=cell.products[:, :, kept][..., kept],
+                           grids=tuple(cell.grids[index] for index in kept),
+                           losses=tuple(cell.losses[index] for index in kept))
+        cells.append(cell)
+    return Measurement(measurement.settings, cells)
+
+
+def test_every_arm_but_src_has_every_bin() -> None:
+    assert MAP.arms == ["demote:224", "demote:192", "null", "reenc", "repromote:192"]
+    assert [(gap.arm, gap.bin) for gap in MAP.gaps] == [(a, b) for a in MAP.arms for b in MAP.bins]
+
+
+def test_distances_are_near_the_truth_and_inside_their_bands() -> None:
+    for gap in MAP.gaps:
+        truth = WORLD.distances[gap.arm]
+        truth = truth if isinstance(truth, float) else truth[MAP.bins.index(gap.bin)]
+        assert abs(gap.d - truth) < 0.03
+        assert gap.band[0] <= gap.d <= gap.band[1] and gap.pointwise[0] <= gap.d <= gap.pointwise[1]
+
+
+def test_all_routes_share_one_family_and_each_diagnostic_has_its_own() -> None:
+    quantiles = {arm: {(gap.q_safe, gap.q_unsafe) for gap in MAP.of(arm)} for arm in MAP.arms}
+    assert all(len(values) == 1 for values in quantiles.values())
+    assert quantiles["demote:224"] == quantiles["demote:192"]
+    assert len({next(iter(values)) for values in quantiles.values()}) == 4
+
+
+def test_verdicts_follow_from_bands_and_margin() -> None:
+    for gap in MAP.gaps:
+        expected = verdict.judge(gap.images, True, *gap.band, MAP.margin)
+        assert gap.verdict == expected
+        assert bool(gap.decide) == (expected == verdict.UNDECIDED)
+    assert MAP.of("demote:224")[0].verdict == verdict.UNSAFE
+    assert MAP.of("demote:224")[3].verdict == verdict.SAFE
+
+
+def test_lengths_and_tokens_are_reported_beside_the_blind_cosine() -> None:
+    gap = MAP.of("demote:224")[3]
+    assert gap.norm_ratio == pytest.approx(1.5, rel=0.05)
+    assert gap.kappa_par == pytest.approx(1.5 * 0.99 - 1, abs=0.06)
+    assert gap.src_noise_scale == pytest.approx(1 + WORLD.slope ** 2 / 3, rel=0.2)
+    assert gap.noise_scale == pytest.approx(gap.src_noise_scale / 1.5 ** 2, rel=0.2)
+    assert (gap.tokens, gap.src_tokens) == (14 ** 2, 16 ** 2)
+    assert gap.raw < 1 - gap.d
+    assert set(gap.parts) == {"A", "B"}
+    assert gap.resolution == pytest.approx(gap.band[1] - gap.d)
+
+
+def test_within_and_between_add_up_to_the_error_where_between_is_left() -> None:
+    for gap in MAP.gaps:
+        assert gap.within + gap.between >= gap.images * gap.se ** 2 * (1 - 1e-12)
+        if gap.between > 0:
+            assert (gap.within + gap.between) / gap.images == pytest.approx(gap.se ** 2)
+
+
+def test_two_set_agrees_with_one_set_within_their_errors() -> None:
+    for one, two in zip(MAP.gaps, gap_map(MEASUREMENT, estimator="two_set").gaps, strict=True):
+        assert abs(one.d - two.d) < 4 * (one.se + two.se)
+
+
+def test_a_control_is_subtracted_from_resampled_arms_and_named_everywhere() -> None:
+    relative = gap_map(MEASUREMENT, control="reenc")
+    for gap in relative.gaps:
+        plain = MAP.of(gap.arm)[MAP.bins.index(gap.bin)]
+        reenc = MAP.of("reenc")[MAP.bins.index(gap.bin)]
+        if gap.arm in ("null", "reenc"):
+            assert (gap.control, gap.d) == (None, plain.d)
+        else:
+            assert gap.control == "reenc" and gap.d == pytest.approx(plain.d - reenc.d)
+            assert gap.per_image == pytest.approx(plain.per_image - reenc.per_image)
+    assert "relative to reenc" in summary(relative) and "relative" not in summary(MAP)
+
+
+def test_an_off_route_picture_is_left_out_of_its_route_alone() -> None:
+    partial = gap_map(without_arm(MEASUREMENT, "demote:192", 3))
+    assert {gap.images for gap in partial.of("demote:192")} == {9}
+    assert {gap.images for gap in partial.of("demote:224")} == {12}
+    assert [gap.d for gap in partial.of("demote:224")] == [gap.d for gap in MAP.of("demote:224")]
+
+
+def test_fewer_than_eight_images_give_no_verdict() -> None:
+    few = gap_map(without_arm(MEASUREMENT, "demote:192", 5))
+    for gap in few.of("demote:192"):
+        assert gap.verdict == "fewer than 8 images: no verdict"
+        assert math.isfinite(gap.d) and math.isnan(gap.band[1]) and "at least 8" in gap.decide
+    assert all(gap.verdict in (verdict.SAFE, verdict.UNSAFE, verdict.UNDECIDED)
+               for gap in few.of("demote:224"))
+
+
+def test_an_arm_that_no_picture_has_is_not_in_the_map() -> None:
+    assert "demote:192" not in gap_map(without_arm(MEASUREMENT, "demote:192", 12)).arms
+
+
+def test_pure_noise_is_no_signal_and_never_safe() -> None:
+    noise = gap_map(synthetic.measure(replace(WORLD, noise=60.0)))
+    verdicts = [gap.verdict for gap in noise.gaps]
+    assert verdict.NO_SIGNAL in verdicts and verdict.SAFE not in verdicts
+    lost = next(gap for gap in noise.gaps if gap.verdict == verdict.NO_SIGNAL)
+    assert math.isnan(lost.band[0]) and "more draws" in lost.decide
+    assert any(gap.with_signal < gap.images for gap in noise.gaps)
+
+
+def test_two_draws_are_enough_for_a_map() -> None:
+    shallow = gap_map(synthetic.measure(replace(WORLD, draws=2, noise=0.3)))
+    assert all(math.isfinite(gap.d) and math.isnan(gap.within) for gap in shallow.gaps)
+
+
+def test_the_map_is_a_function_of_its_measurement() -> None:
+    shuffled = Measurement(MEASUREMENT.settings, MEASUREMENT.cells[::-1])
+    assert gap_map(shuffled).to_json() == MAP.to_json()
+
+
+@pytest.mark.parametrize("options, sentence", [
+    ({"control": "resample"}, "null or reenc or repromote:192 or none"),
+    ({"control": "demote:192"}, "can serve as one"),
+    ({"margin": 0.0}, "between 0 and 1"),
+    ({"margin": 1.0}, "between 0 and 1"),
+    ({"estimator": "published"}, "one_set, two_set"),
+])
+def test_bad_options_are_refused_in_a_sentence(options: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        gap_map(MEASUREMENT, **options)
+
+
+def test_an_unfinished_measurement_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match="no cells: run the probe"):
+        gap_map(Measurement(MEASUREMENT.settings))
+    with pytest.raises(ValueError, match=r"lacks 1 of 48 cells.*run the probe again"):
+        gap_map(Measurement(MEASUREMENT.settings, MEASUREMENT.cells[:-1]))
+
+
+def test_saving_and_loading_changes_nothing_and_nan_becomes_null(tmp_path) -> None:
+    noise = gap_map(synthetic.measure(replace(WORLD, noise=60.0, draws=3)))
+    for original in (MAP, noise):
+        original.save(tmp_path / "map.json")
+        text = (tmp_path / "map.json").read_text()
+        json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        again = GapMap.load(tmp_path / "map.json")
+        assert again.to_json() == original.to_json() and again.hash == original.hash
+        assert again.bins == original.bins and again.settings == original.settings
+    assert math.isnan(again.gaps[0].within) and again.gaps[0].control is None
+
+
+def test_other_files_and_later_versions_are_refused(tmp_path) -> None:
+    path = tmp_path / "map.json"
+    path.write_text("not json")
+    with pytest.raises(ValueError, match="is not a demotion-gap-map file"):
+        GapMap.load(path)
+    path.write_text(json.dumps(json.loads(MAP.to_json()) | {"version": 99}))
+    with pytest.raises(ValueError, match="update the pack"):
+        GapMap.load(path)
+
+
+def test_the_summary_names_what_the_numbers_are() -> None:
+    text = summary(MAP)
+    for part in ("ratio", "one_set", "8 draws", "12 images", "margin 0.05", "256 -> 192",
+                 "safe at 0.05"):
+        assert part in text
+    assert len(text.splitlines()) == 3 + len(MAP.gaps)
+    assert text.isascii()
+
+
+def test_only_demote_arms_are_routes() -> None:
+    assert [arm for arm in MAP.arms if is_route(arm)] == ["demote:224", "demote:192"]
+    assert gap_map_module.arm_title("demote:224", 256) == "256 -> 224"
+    assert gap_map_module.arm_title("repromote:192", 256) == "repromote 192"

@@ -1,0 +1,142 @@
+"""The probe's inner loop on a toy model."""
+
+from __future__ import annotations
+
+import nets
+import numpy as np
+import pytest
+import torch
+
+from demotion import cosine, draws, probe
+
+BIN = (0.4, 0.6)
+
+
+def parts(model):
+    return {"A": [model.first.weight], "B": [model.second.weight]}
+
+
+def cell(model, count=5, shared=True, seed=7, subject=None, tick=lambda: None):
+    return probe.measure_cell(subject or nets.subject(1), BIN, count, seed, shared, model, parts(model),
+                              tick)
+
+
+def brute_force(model, subject, count, seed):
+    """[D, A, P] gradients, one at a time, from the definition."""
+    native = subject.latents["src"].shape
+    rows = []
+    for draw in range(count):
+        sigma = draws.draw_sigma(seed, subject.image, BIN, draw)
+        row = []
+        for arm, latent in subject.latents.items():
+            noise = probe.arm_noise(seed, subject.image, BIN, draw, arm, native,
+                                    tuple(latent.shape[-2:]), True)
+            model.zero_grad()
+            z = draws.noised(latent, noise, sigma)
+            draws.velocity_loss(model(z, sigma), latent, noise).backward()
+            row.append(torch.cat([p.grad.reshape(-1).clone() for ps in parts(model).values()
+                                  for p in ps]))
+        rows.append(torch.stack(row))
+    return torch.stack(rows).double().numpy()
+
+
+def test_stored_products_are_those_of_the_gradients():
+    model = nets.TinyFlow()
+    measured = cell(model)
+    gradients = brute_force(model, nets.subject(1), 5, 7)
+    sums = gradients.sum(0)
+    gram, products = measured.pooled()
+    np.testing.assert_allclose(gram, sums @ sums.T, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(products, np.einsum("dap,dbp->ab", gradients, gradients), rtol=1e-5,
+                               atol=1e-9)
+    even = gradients[::2].sum(0)
+    np.testing.assert_allclose(measured.gram.sum(0)[0, :, 0], even @ even.T, rtol=1e-5, atol=1e-9)
+    assert measured.counts == (3, 2)
+
+
+def test_the_distance_from_vectors_is_the_distance_from_stored_products():
+    model = nets.TinyFlow()
+    sums = brute_force(model, nets.subject(1), 5, 7).sum(0)
+    gram, _ = cell(model).pooled()
+    direct = ((sums[2] - sums[0]) ** 2).sum()
+    assert gram[2, 2] - 2 * gram[2, 0] + gram[0, 0] == pytest.approx(direct, rel=1e-6)
+
+
+def test_parts_of_the_adapter_add_up_to_the_whole():
+    model = nets.TinyFlow()
+    measured = cell(model)
+    for a, b in zip(measured.pooled(), zip(measured.pooled(0), measured.pooled(1))):
+        np.testing.assert_allclose(a, b[0] + b[1])
+
+
+def test_an_arm_equal_to_src_shares_its_noise_and_null_does_not():
+    measured = cell(nets.TinyFlow())
+    gram, _ = measured.pooled()
+    src, null, again = 0, 1, 3
+    assert gram[src, again] == gram[src, src]
+    assert gram[src, null] != gram[src, src]
+
+
+def test_a_cell_does_not_depend_on_other_arms_or_what_ran_before():
+    model = nets.TinyFlow()
+    whole = cell(model)
+    cell(model, subject=nets.subject(2))
+    fewer = nets.subject(1)
+    fewer = probe.Subject(fewer.image, {k: fewer.latents[k] for k in ("src", "demote:6")}, fewer.weights)
+    again = cell(model, subject=fewer)
+    keep = np.ix_([0, 2], [0, 2])
+    # The same numbers up to the summation order of differently shaped matrix products.
+    np.testing.assert_allclose(whole.pooled()[0][keep], again.pooled()[0], rtol=1e-12)
+    assert (whole.gram == cell(model).gram).all()
+
+
+def test_independent_noise_gives_every_arm_a_stream_of_its_own():
+    arguments = (0, "image", BIN, 0)
+    native = torch.Size((1, 4, 8, 8))
+    src = probe.arm_noise(*arguments, "src", native, (8, 8), False)
+    assert torch.equal(src, probe.arm_noise(*arguments, "src", native, (8, 8), True))
+    for arm in ("reenc", "repromote:6"):
+        assert not torch.equal(src, probe.arm_noise(*arguments, arm, native, (8, 8), False))
+        assert torch.equal(src, probe.arm_noise(*arguments, arm, native, (8, 8), True))
+
+
+def test_a_mask_of_ones_changes_nothing_and_a_half_mask_does():
+    model, subject = nets.TinyFlow(), nets.subject(1)
+    ones = {arm: torch.ones(latent.shape[-2:]) for arm, latent in subject.latents.items()}
+    half = {arm: mask.clone().index_fill_(0, torch.tensor([0, 1]), 0) for arm, mask in ones.items()}
+    plain = cell(model).pooled()[0]
+    masked = cell(model, subject=probe.Subject(subject.image, subject.latents, ones)).pooled()[0]
+    halved = cell(model, subject=probe.Subject(subject.image, subject.latents, half)).pooled()[0]
+    np.testing.assert_allclose(masked, plain, rtol=1e-4)
+    assert not np.allclose(halved, plain, rtol=1e-2)
+
+
+def test_fewer_than_two_draws_and_a_loss_that_is_not_finite_are_refused():
+    model = nets.TinyFlow()
+    with pytest.raises(ValueError, match="at least 2 draws"):
+        cell(model, count=1)
+    model.second.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="arm src is not finite"):
+        cell(model)
+
+
+def test_a_stop_comes_within_one_gradient():
+    calls = []
+
+    def tick():
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cell(nets.TinyFlow(), tick=tick)
+    assert len(calls) == 3
+
+
+def test_null_and_a_copy_read_zero_and_a_different_grid_does_not():
+    """End to end on the toy: many draws, so the debiased distances are sharp."""
+    measured = cell(nets.TinyFlow(), count=64)
+    cosines = cosine.cosine(cosine.debias(*measured.pooled(), measured.count))
+    assert abs(1 - cosines[0, 1]) < 0.05
+    assert abs(1 - cosines[0, 3]) < 1e-6
+    assert 1 - cosines[0, 2] > 0.001
