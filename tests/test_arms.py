@@ -57,7 +57,7 @@ def test_arms_have_the_grids_they_are_named_for(tmp_path):
 
 
 def test_every_arm_is_cut_with_the_native_box(tmp_path):
-    training_set = made(tmp_path, ((280, 400),))
+    training_set = made(tmp_path, ((280, 392),))
     picture = training_set.items[0]
     box = picture.box()
     demoted = arms.arm_pixels(training_set, picture, arms.Arm("demote", 192))
