@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import synthetic
 
@@ -73,9 +74,21 @@ def test_lengths_and_tokens_are_reported_beside_the_blind_cosine() -> None:
     assert gap.src_noise_scale == pytest.approx(1 + WORLD.slope ** 2 / 3, rel=0.2)
     assert gap.noise_scale == pytest.approx(gap.src_noise_scale / 1.5 ** 2, rel=0.2)
     assert (gap.tokens, gap.src_tokens) == (14 ** 2, 16 ** 2)
-    assert gap.raw < 1 - gap.d
+    assert 0.8 < gap.raw < 1 - gap.d
     assert set(gap.parts) == {"A", "B"}
     assert gap.resolution == pytest.approx(gap.band[1] - gap.d)
+
+
+def test_scaling_the_gradients_of_an_arm_changes_its_length_alone() -> None:
+    scale = np.diag([1.0, 1.0, 1.0, 3.0, 1.0, 1.0])
+    cells = [replace(cell, gram=np.einsum("ai,ghikj,jb->ghakb", scale, cell.gram, scale),
+                     products=scale @ cell.products @ scale) for cell in MEASUREMENT.cells]
+    scaled = gap_map(Measurement(MEASUREMENT.settings, cells))
+    for before, after in zip(MAP.of("demote:224"), scaled.of("demote:224"), strict=True):
+        assert after.norm_ratio == pytest.approx(3 * before.norm_ratio)
+        assert after.kappa_par + 1 == pytest.approx(3 * (before.kappa_par + 1))
+        for name in ("d", "se", "per_image", "raw", "noise_scale", "src_noise_scale", "within"):
+            assert getattr(after, name) == pytest.approx(getattr(before, name)), name
 
 
 def test_within_and_between_add_up_to_the_error_where_between_is_left() -> None:
