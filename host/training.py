@@ -86,7 +86,20 @@ def run(
         )
         weights = trained.weights()
         metadata = _metadata(live, training_set, opened, options)
-    return Result(weights, history, metadata, _report(training_set, opened, options, history))
+        differences = _differences(live, opened)
+    report = "\n".join(differences + [_report(training_set, opened, options, history)])
+    return Result(weights, history, metadata, report)
+
+
+def _differences(live: session.Session, opened: gate.Gate) -> list[str]:
+    """What a measured gate was measured on and this run is not."""
+    here = {"model": live.fingerprint, "dtype": live.environment["dtype"]}
+    return [
+        f"Note: the gate was measured on {name} {opened.basis[name]}, this run has {value}: "
+        "its windows may not hold here."
+        for name, value in here.items()
+        if name in opened.basis and opened.basis[name] != value
+    ]
 
 
 def _pupil(live: session.Session, training_set: arms.TrainingSet, item: arms.Item) -> train.Pupil:

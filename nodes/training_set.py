@@ -18,7 +18,7 @@ from . import files, wires
 from .progress import Progress, tell
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
-TIER = {"min": 64, "max": 4096, "step": 16}
+TIER = {"min": 32, "max": 4096, "step": 16}
 
 
 def set_folder(name: str) -> Path | None:

@@ -13,7 +13,9 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +41,7 @@ def _alias_pack() -> None:
 
 
 _alias_pack()
+run = _load("run", ROOT / "run.py", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,3 +69,26 @@ def comfy() -> types.ModuleType:
     import comfy.sd
 
     return sys.modules["comfy"]
+
+
+@pytest.fixture(scope="session")
+def server(comfy: types.ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A live ComfyUI server on the CPU with toy models; `.url`, `.base`, `.log`."""
+    import toys
+
+    base = tmp_path_factory.mktemp("comfyui")
+    for folder in (
+        "custom_nodes",
+        "input",
+        "output",
+        "user",
+        "models/loras",
+        "models/diffusion_models",
+        "models/vae",
+    ):
+        (base / folder).mkdir(parents=True)
+    toys.flux(base / "models" / "diffusion_models")
+    toys.taesd(base / "models" / "vae")
+    comfyui = Path(os.environ["COMFYUI_PATH"])
+    with run.Server(comfyui, sys.executable, base / "server.log", base=base) as live:
+        yield live

@@ -30,11 +30,22 @@ def latent(seed: int, grid: tuple[int, int]) -> torch.Tensor:
 def subject(seed: int) -> probe.Subject:
     """A picture with a null arm, a demoted arm and a repromoted arm that equals src."""
     native = latent(seed, (8, 8))
-    latents = {"src": native, "null": native, "demote:6": latent(seed + 100, (6, 6)),
-               "repromote:6": native.clone()}
+    latents = {
+        "src": native,
+        "null": native,
+        "demote:6": latent(seed + 100, (6, 6)),
+        "repromote:6": native.clone(),
+    }
     return probe.Subject(f"image{seed}", latents, dict.fromkeys(latents))
 
 
 def pupils(count: int = 3) -> list[train.Pupil]:
-    return [train.Pupil(latent(n, (8, 8)), {192: latent(n + 50, (6, 6))}, {None: None, 192: None},
-                        repeats=1 + n % 2) for n in range(count)]
+    return [
+        train.Pupil(
+            latent(n, (8, 8)),
+            {192: latent(n + 50, (6, 6))},
+            {None: None, 192: None},
+            repeats=1 + n % 2,
+        )
+        for n in range(count)
+    ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from demotion.measure import Cell, Measurement, gram_products
+from demotion.measure import Cell, Measurement
 
 BINS = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0))
 
@@ -83,7 +83,8 @@ def cell(image: str, edges: tuple[float, float], arms: Sequence[str], gradients:
     """The primitives of a cell from its gradients [draws, arms, size]."""
     halves = gradients[0::2], gradients[1::2]
     pieces = [np.array_split(half, parts, axis=2) for half in halves]
-    gram = [gram_products([half[part].sum(axis=0) for half in pieces]) for part in range(parts)]
+    sums = [np.stack([half[part].sum(axis=0) for half in pieces]) for part in range(parts)]
+    gram = [np.einsum("hap,kbp->hakb", both, both) for both in sums]
     products = [[np.einsum("dap,dbp->ab", half[part], half[part]) for half in pieces]
                 for part in range(parts)]
     return Cell(image=image, bin=edges, arms=tuple(arms), gram=np.array(gram),
@@ -100,7 +101,8 @@ def measure(world: World, seed: int = 0, parts: int = 2) -> Measurement:
              for image in range(world.images) for index, edges in enumerate(world.bins)]
     settings = {"arms": world.arms, "bins": [list(edges) for edges in world.bins],
                 "draws": world.draws, "seed": seed, "native_tier": 256, "patch": 2,
-                "parts": ["A", "B"][:parts], "model": "synthetic"}
+                "parts": ["A", "B"][:parts], "model": {"fingerprint": "synthetic"},
+                "adapter": {"kind": "none"}, "environment": {"dtype": "float64"}}
     return Measurement(settings, cells)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from demotion import adapter
@@ -14,7 +15,9 @@ class Net(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = torch.nn.ModuleList(
-            torch.nn.ModuleDict({"attn": torch.nn.Linear(6, 6), "mlp": torch.nn.Linear(6, 6)}) for _ in range(11))
+            torch.nn.ModuleDict({"attn": torch.nn.Linear(6, 6), "mlp": torch.nn.Linear(6, 6)})
+            for _ in range(11)
+        )
         self.requires_grad_(False)
 
     def forward(self, x):
@@ -46,7 +49,9 @@ def test_a_probe_adapter_is_one_percent_of_each_weight_and_seeded():
     weights = adapter.probe_weights(linears(net), targets, rank=2, seed=5)
     for name, (down, up, alpha) in weights.modules.items():
         norm = torch.linalg.norm(net.get_submodule(name).weight)
-        assert torch.linalg.norm(alpha / 2 * up @ down) == pytest.approx(0.01 * norm.item(), rel=1e-5)
+        assert torch.linalg.norm(alpha / 2 * up @ down) == pytest.approx(
+            0.01 * norm.item(), rel=1e-5
+        )
     again = adapter.probe_weights(linears(net), targets, rank=2, seed=5)
     other = adapter.probe_weights(linears(net), targets, rank=2, seed=6)
     assert weights.fingerprint == again.fingerprint != other.fingerprint
@@ -63,15 +68,26 @@ def test_injection_computes_alpha_over_rank_b_a_on_exactly_the_named_modules():
     """blocks.1 must not drag blocks.10 along, and ranks may differ from module to module."""
     net, plain = Net(), Net()
     generator = torch.Generator().manual_seed(2)
-    modules = {"blocks.1.attn": (torch.randn(2, 6, generator=generator), torch.randn(6, 2, generator=generator), 4.0),
-               "blocks.10.mlp": (torch.randn(3, 6, generator=generator), torch.randn(6, 3, generator=generator), 1.0)}
+    modules = {
+        "blocks.1.attn": (
+            torch.randn(2, 6, generator=generator),
+            torch.randn(6, 2, generator=generator),
+            4.0,
+        ),
+        "blocks.10.mlp": (
+            torch.randn(3, 6, generator=generator),
+            torch.randn(6, 3, generator=generator),
+            1.0,
+        ),
+    }
     made = adapter.Adapter(net, adapter.Weights(modules))
     for name, (down, up, alpha) in modules.items():
         plain.get_submodule(name).weight += alpha / down.shape[0] * up @ down
     torch.testing.assert_close(net(X), plain(X))
     assert [p.shape for p in made.parameters] == [(2, 6), (3, 6), (6, 2), (6, 3)]
     assert {n for n, p in net.named_parameters() if p.requires_grad} == {
-        f"{name}.lora_{part}.default.weight" for name in modules for part in "AB"}
+        f"{name}.lora_{part}.default.weight" for name in modules for part in "AB"
+    }
 
 
 def test_values_survive_injection_and_the_file_bit_for_bit(tmp_path):
@@ -81,13 +97,30 @@ def test_values_survive_injection_and_the_file_bit_for_bit(tmp_path):
     assert back.fingerprint == weights.fingerprint
     back.save(tmp_path / "lora.safetensors", {"ss_steps": "3"})
     loaded = load_file(tmp_path / "lora.safetensors")
-    assert set(loaded) == {f"diffusion_model.{name}.{key}" for name in ("blocks.0.attn", "blocks.3.mlp")
-                           for key in ("lora_A.weight", "lora_B.weight", "alpha")}
+    assert set(loaded) == {
+        f"diffusion_model.{name}.{key}"
+        for name in ("blocks.0.attn", "blocks.3.mlp")
+        for key in ("lora_A.weight", "lora_B.weight", "alpha")
+    }
     assert all(torch.equal(loaded[key], value) for key, value in weights.tensors().items())
+
+
+def test_the_same_lora_and_metadata_are_the_same_bytes(tmp_path):
+    weights = adapter.zero_weights(linears(Net()), ["blocks.0.attn"], 2, 2.0, 0)
+    metadata = {f"key{n}": str(n) for n in range(12)}
+    contents = set()
+    for n in range(5):
+        weights.save(tmp_path / f"{n}.safetensors", dict(sorted(metadata.items(), reverse=n % 2)))
+        contents.add((tmp_path / f"{n}.safetensors").read_bytes())
+    assert len(contents) == 1
+    with safe_open(tmp_path / "0.safetensors", "pt") as file:
+        assert file.metadata() == metadata
 
 
 def test_a_lora_for_another_shape_is_refused_by_module():
     net = Net()
     wrong = adapter.Weights({"blocks.0.attn": (torch.zeros(2, 7), torch.zeros(6, 2), 2.0)})
-    with pytest.raises(ValueError, match="blocks.0.attn is for a weight of 6x7, the model's is 6x6"):
+    with pytest.raises(
+        ValueError, match="blocks.0.attn is for a weight of 6x7, the model's is 6x6"
+    ):
         adapter.Adapter(net, wrong)

@@ -33,9 +33,16 @@ def item(tmp_path, size, name, mask=None):
     pixels = np.random.default_rng(len(name)).integers(0, 255, (*size, 3), dtype=np.uint8)
     from demotion import grid
 
-    return arms.Item(image=arms.content_hash(pixels), name=name, picture=arms.store_picture(pixels, tmp_path),
-                     mask=None if mask is None else arms.store_picture(mask, tmp_path), size=size,
-                     native=grid.native_grid(size, 256), caption="", repeats=1)
+    return arms.Item(
+        image=arms.content_hash(pixels),
+        name=name,
+        picture=arms.store_picture(pixels, tmp_path),
+        mask=None if mask is None else arms.store_picture(mask, tmp_path),
+        size=size,
+        native=grid.native_grid(size, 256),
+        caption="",
+        repeats=1,
+    )
 
 
 def made(tmp_path, sizes=((300, 300), (256, 270), (200, 200))):
@@ -73,7 +80,9 @@ def test_latents_are_encoded_once_and_found_again(tmp_path):
     assert training_set.codec.encoded == 3
     again = arms.add_arm(made(tmp_path), SRC, lambda: None)
     assert again.codec.encoded == 0
-    assert torch.equal(again.latent(again.items[0], SRC), training_set.latent(training_set.items[0], SRC))
+    assert torch.equal(
+        again.latent(again.items[0], SRC), training_set.latent(training_set.items[0], SRC)
+    )
 
 
 def test_adding_an_arm_leaves_the_set_as_it_was(tmp_path):
@@ -83,7 +92,9 @@ def test_adding_an_arm_leaves_the_set_as_it_was(tmp_path):
 
 
 def test_a_route_without_pictures_lists_each_with_its_reason(tmp_path):
-    with pytest.raises(ValueError, match="no picture is on the route 256 -> 192: p: its grid 24x24 is not of tier"):
+    with pytest.raises(
+        ValueError, match="no picture is on the route 256 -> 192: p: its grid 24x24 is not of tier"
+    ):
         arms.add_arm(made(tmp_path, ((200, 200),)), arms.Arm("demote", 192), lambda: None)
     with pytest.raises(ValueError, match="does not go down"):
         arms.add_arm(made(tmp_path), arms.Arm("demote", 512), lambda: None)
@@ -99,7 +110,9 @@ def test_a_latent_that_is_not_finite_names_its_picture(tmp_path):
 def test_a_mask_follows_the_crop_box_to_the_grid(tmp_path):
     mask = np.zeros((256, 400), np.uint8)
     mask[:, 200:] = 255
-    training_set = arms.TrainingSet((item(tmp_path, (256, 400), "masked", mask),), 256, 8, 2, BlockMean(), tmp_path)
+    training_set = arms.TrainingSet(
+        (item(tmp_path, (256, 400), "masked", mask),), 256, 8, 2, BlockMean(), tmp_path
+    )
     weights = training_set.items[0].loss_weights((26, 40))
     assert weights.shape == (26, 40)
     assert weights[:, :19].max() == 0 and weights[:, 21:].min() == 1

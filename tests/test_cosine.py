@@ -142,7 +142,7 @@ def test_no_signal_is_nan_and_values_above_one_are_kept() -> None:
     values = cosine.cosine(np.array([[1.0, 1.2, 0.5], [1.2, 1.0, 0.5], [0.5, 0.5, -0.1]]))
     assert values[0, 1] == pytest.approx(1.2)
     assert np.isnan(values[2]).all() and np.isnan(values[:, 2]).all()
-    assert np.isnan(cosine.cosine(np.diag([1.0, 0.0]))[1]).all()
+    assert np.isnan(cosine.cosine(np.array([[1.0, 0.5], [0.5, 0.0]]))[1]).all()
 
 
 def test_parts_of_the_adapter_add_up() -> None:

@@ -37,8 +37,9 @@ def test_carried_noise_is_standard_normal_and_its_low_corner_is_the_native_one(t
     assert abs(carried.mean()) < 0.01 and abs(carried.var() - 1) < 0.02
     flat = carried[:, 3, 4].numpy(), carried[:, 3, 5].numpy()
     assert abs(np.corrcoef(*flat)[0, 1]) < 0.2
-    native, small = (scipy.fft.dctn(x.double().numpy(), axes=(-2, -1), norm="ortho")
-                     for x in (noise, carried))
+    native, small = (
+        scipy.fft.dctn(x.double().numpy(), axes=(-2, -1), norm="ortho") for x in (noise, carried)
+    )
     np.testing.assert_allclose(small, native[:, : target[0], : target[1]], atol=1e-5)
 
 
@@ -51,8 +52,9 @@ def test_a_longer_axis_is_filled_with_fresh_numbers():
     noise = draws.standard_normal(draws.stream("test"), (300, 8, 12))
     carried = draws.carry_noise(noise, (10, 10), draws.stream("fresh"))
     assert abs(carried.var() - 1) < 0.03
-    native, other = (scipy.fft.dctn(x.double().numpy(), axes=(-2, -1), norm="ortho")
-                     for x in (noise, carried))
+    native, other = (
+        scipy.fft.dctn(x.double().numpy(), axes=(-2, -1), norm="ortho") for x in (noise, carried)
+    )
     np.testing.assert_allclose(other[:, :8, :10], native[:, :, :10], atol=1e-5)
 
 
@@ -74,8 +76,11 @@ def test_loss_weights_make_a_weighted_mean_over_cells():
     torch.testing.assert_close(ones, draws.velocity_loss(predicted, latent, noise))
 
 
-DENSITIES = [draws.SigmaDensity(), draws.SigmaDensity("logit_normal", 0.5, 1.2),
-             draws.SigmaDensity("shifted", shift=3.0)]
+DENSITIES = [
+    draws.SigmaDensity(),
+    draws.SigmaDensity("logit_normal", 0.5, 1.2),
+    draws.SigmaDensity("shifted", shift=3.0),
+]
 
 
 @settings(max_examples=50)
@@ -96,10 +101,17 @@ def test_bins_from_a_count_and_from_edges():
     assert draws.parse_bins("0.5-0.9, 0.1-0.3") == [(0.1, 0.3), (0.5, 0.9)]
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("0", "at least 1"), ("a-b", "cannot be read"), ("0.5", "cannot be read"),
-    ("0.5-0.2", "ascending"), ("0.5-1.2", "inside 0-1"), ("0.1-0.4, 0.3-0.5", "overlap"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0", "at least 1"),
+        ("a-b", "cannot be read"),
+        ("0.5", "cannot be read"),
+        ("0.5-0.2", "ascending"),
+        ("0.5-1.2", "inside 0-1"),
+        ("0.1-0.4, 0.3-0.5", "overlap"),
+    ],
+)
 def test_bad_bins_are_named(text, message):
     with pytest.raises(ValueError, match=message):
         draws.parse_bins(text)

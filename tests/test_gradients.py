@@ -1,21 +1,22 @@
-"""ComfyUI's real model classes at toy size: the pack's forward is theirs, its gradients are the truth.
+"""ComfyUI's real model classes at toy size: its forward is theirs, its gradients are the truth.
 
-The truth is a central finite difference of the loss through ComfyUI's own forward, inference mode, fused kernels and
-all, with the LoRA merged into the weights.
+The truth is a central finite difference of the loss through ComfyUI's own forward, inference
+mode, fused kernels and all, with the LoRA merged into the weights.
 """
 
 from __future__ import annotations
 
-import copy
-
 import pytest
-import toys
 import torch
+import toys
 
 from demotion import adapter, draws
 
-FAMILIES = {"flux": (toys.flux, (16, 16, 12)), "wan": (toys.wan, (16, 1, 16, 12)),
-            "anima": (toys.anima, (16, 1, 8, 12))}
+FAMILIES = {
+    "flux": (toys.flux, (16, 16, 12)),
+    "wan": (toys.wan, (16, 1, 16, 12)),
+    "anima": (toys.anima, (16, 1, 8, 12)),
+}
 SIGMA = 0.6
 
 
@@ -32,8 +33,15 @@ def toy(request, comfy, tmp_path_factory):
 
     zero = text.zero_conditioning(model.model)
     tokens = torch.randn(1, 7, zero[0][0].shape[-1], generator=generator)
-    conditioning = [[tokens, {key: torch.randn(value.shape, generator=generator)
-                              for key, value in zero[0][1].items()}]]
+    conditioning = [
+        [
+            tokens,
+            {
+                key: torch.randn(value.shape, generator=generator)
+                for key, value in zero[0][1].items()
+            },
+        ]
+    ]
     return model, latent, noise, conditioning
 
 
@@ -44,8 +52,9 @@ def lora(session, rank: int = 2) -> adapter.Weights:
     targets = adapter.match_targets(linears, session.family.targets)
     weights = adapter.probe_weights(linears, targets, rank, seed=3)
     # A larger Delta W than a probe's: the difference quotient must see curvature if it is there.
-    return adapter.Weights({name: (down, 10 * up, alpha)
-                            for name, (down, up, alpha) in weights.modules.items()})
+    return adapter.Weights(
+        {name: (down, 10 * up, alpha) for name, (down, up, alpha) in weights.modules.items()}
+    )
 
 
 def native_velocity(comfy, model, z, sigma, conditioning):
@@ -57,10 +66,17 @@ def native_velocity(comfy, model, z, sigma, conditioning):
         comfy.model_management.load_models_gpu([model])
         model.pre_run()
         conds = comfy.samplers.process_conds(
-            model.model, torch.zeros_like(z), {"positive": comfy.sampler_helpers.convert_cond(conditioning)},
-            model.load_device, latent_image=torch.zeros_like(z), seed=0, latent_shapes=[z.shape])
-        denoised = comfy.samplers.calc_cond_batch(model.model, [conds["positive"]], z.clone(),
-                                                  torch.tensor([sigma]), model.model_options)[0]
+            model.model,
+            torch.zeros_like(z),
+            {"positive": comfy.sampler_helpers.convert_cond(conditioning)},
+            model.load_device,
+            latent_image=torch.zeros_like(z),
+            seed=0,
+            latent_shapes=[z.shape],
+        )
+        denoised = comfy.samplers.calc_cond_batch(
+            model.model, [conds["positive"]], z.clone(), torch.tensor([sigma]), model.model_options
+        )[0]
         return (z - denoised) / sigma
 
 
@@ -106,7 +122,7 @@ def test_gradient_is_the_finite_difference_of_the_native_forward(comfy, toy):
 
 
 def merge(model, weights, direction, step):
-    """A MODEL whose Linears hold W + Delta W at the adapter's values moved by step along a direction."""
+    """A MODEL whose Linears hold W + Delta W, the adapter moved by step along a direction."""
     with torch.inference_mode(False):
         merged = model.clone(force_deepcopy=True, disable_dynamic=True)
     count = len(weights.modules)

@@ -34,12 +34,18 @@ def test_the_search_is_the_documented_order_of_preferences():
         height, width = native
         candidates = [
             (rows * 2, columns * 2)
-            for rows in range(1, 300) for columns in range(1, 300)
+            for rows in range(1, 300)
+            for columns in range(1, 300)
             if 0.91 * 144 <= rows * columns <= 1.03 * 144
         ]
-        best = min(candidates, key=lambda g: (
-            round(max(g[1] * height / (g[0] * width), g[0] * width / (g[1] * height)), 12),
-            abs(grid.token_count(g) - 144), -grid.token_count(g)))
+        best = min(
+            candidates,
+            key=lambda g: (
+                round(max(g[1] * height / (g[0] * width), g[0] * width / (g[1] * height)), 12),
+                abs(grid.token_count(g) - 144),
+                -grid.token_count(g),
+            ),
+        )
         fits = grid.aspect_error(best, native) <= 0.04 and best[0] <= height and best[1] <= width
         assert grid.demoted_grid(native, 256, 192) == (best if fits else None)
 

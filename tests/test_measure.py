@@ -108,10 +108,3 @@ def test_pooling_adds_halves_and_parts() -> None:
     parts = [cell.pooled(part) for part in (0, 1)]
     for whole, first, second in zip(cell.pooled(), *parts, strict=True):
         np.testing.assert_allclose(whole, first + second)
-
-
-def test_gram_products_are_the_inner_products_of_half_sums() -> None:
-    rng = np.random.default_rng(0)
-    halves = rng.standard_normal((2, 3, 7))
-    np.testing.assert_allclose(measure.gram_products(list(halves)),
-                               np.einsum("hap,kbp->hakb", halves, halves))

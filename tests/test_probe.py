@@ -17,8 +17,9 @@ def parts(model):
 
 
 def cell(model, count=5, shared=True, seed=7, subject=None, tick=lambda: None):
-    return probe.measure_cell(subject or nets.subject(1), BIN, count, seed, shared, model, parts(model),
-                              tick)
+    return probe.measure_cell(
+        subject or nets.subject(1), BIN, count, seed, shared, model, parts(model), tick
+    )
 
 
 def brute_force(model, subject, count, seed):
@@ -29,13 +30,15 @@ def brute_force(model, subject, count, seed):
         sigma = draws.draw_sigma(seed, subject.image, BIN, draw)
         row = []
         for arm, latent in subject.latents.items():
-            noise = probe.arm_noise(seed, subject.image, BIN, draw, arm, native,
-                                    tuple(latent.shape[-2:]), True)
+            noise = probe.arm_noise(
+                seed, subject.image, BIN, draw, arm, native, tuple(latent.shape[-2:]), True
+            )
             model.zero_grad()
             z = draws.noised(latent, noise, sigma)
             draws.velocity_loss(model(z, sigma), latent, noise).backward()
-            row.append(torch.cat([p.grad.reshape(-1).clone() for ps in parts(model).values()
-                                  for p in ps]))
+            row.append(
+                torch.cat([p.grad.reshape(-1).clone() for ps in parts(model).values() for p in ps])
+            )
         rows.append(torch.stack(row))
     return torch.stack(rows).double().numpy()
 
@@ -47,8 +50,9 @@ def test_stored_products_are_those_of_the_gradients():
     sums = gradients.sum(0)
     gram, products = measured.pooled()
     np.testing.assert_allclose(gram, sums @ sums.T, rtol=1e-5, atol=1e-9)
-    np.testing.assert_allclose(products, np.einsum("dap,dbp->ab", gradients, gradients), rtol=1e-5,
-                               atol=1e-9)
+    np.testing.assert_allclose(
+        products, np.einsum("dap,dbp->ab", gradients, gradients), rtol=1e-5, atol=1e-9
+    )
     even = gradients[::2].sum(0)
     np.testing.assert_allclose(measured.gram.sum(0)[0, :, 0], even @ even.T, rtol=1e-5, atol=1e-9)
     assert measured.counts == (3, 2)
@@ -82,7 +86,9 @@ def test_a_cell_does_not_depend_on_other_arms_or_what_ran_before():
     whole = cell(model)
     cell(model, subject=nets.subject(2))
     fewer = nets.subject(1)
-    fewer = probe.Subject(fewer.image, {k: fewer.latents[k] for k in ("src", "demote:6")}, fewer.weights)
+    fewer = probe.Subject(
+        fewer.image, {k: fewer.latents[k] for k in ("src", "demote:6")}, fewer.weights
+    )
     again = cell(model, subject=fewer)
     keep = np.ix_([0, 2], [0, 2])
     # The same numbers up to the summation order of differently shaped matrix products.

@@ -126,6 +126,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """run.py as a module, in a pack of its own."""
     monkeypatch.delenv("COMFYUI_PATH", raising=False)
     monkeypatch.setenv("DEMOTION_CPU", "1")  # no need to ask torch
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # what a killed run.py leaves goes with the test
     pack = tmp_path / "pack"
     (pack / "tests").mkdir(parents=True)
     (pack / ".comfyui").mkdir()
@@ -163,8 +164,14 @@ def command_line(run: ModuleType, *arguments: object) -> subprocess.CompletedPro
 
 def serve(run: ModuleType, comfyui: Path) -> subprocess.Popen:
     """`run.py serve` on the stand-in, once its server is up."""
+
+    def heed_signals() -> None:  # a shell starts what runs in the background deaf to Ctrl-C
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+
     process = subprocess.Popen(
         [sys.executable, run.__file__, "serve", "--comfyui", comfyui, "--python", sys.executable],
+        preexec_fn=heed_signals,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -480,7 +487,6 @@ def test_a_port_in_use(run: ModuleType, comfyui: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 @pytest.mark.parametrize(
     ("number", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGKILL", -9)]
 )

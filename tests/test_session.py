@@ -1,12 +1,12 @@
-"""The session: the caller's model and ComfyUI's globals are the same afterwards, however a run ends."""
+"""Sessions: the caller's model and ComfyUI's globals are the same after, however a run ends."""
 
 from __future__ import annotations
 
 import hashlib
 
 import pytest
-import toys
 import torch
+import toys
 
 from demotion import adapter, draws
 
@@ -20,8 +20,12 @@ def model(comfy, tmp_path_factory):
 @pytest.fixture(scope="module")
 def conditioning():
     generator = torch.Generator().manual_seed(0)
-    return [[torch.randn(1, 5, 32, generator=generator),
-             {"pooled_output": torch.randn(1, 16, generator=generator)}]]
+    return [
+        [
+            torch.randn(1, 5, 32, generator=generator),
+            {"pooled_output": torch.randn(1, 16, generator=generator)},
+        ]
+    ]
 
 
 LATENT = torch.randn(1, 16, 12, 12, generator=torch.Generator().manual_seed(1))
@@ -35,13 +39,30 @@ def state_of(comfy, model):
     digest = hashlib.sha256()
     for name, value in sorted(model.model.state_dict().items()):
         digest.update(name.encode() + value.cpu().numpy().tobytes())
-    modules = [(name, type(module), len(module._forward_hooks), len(module._backward_hooks), sorted(vars(module)))
-               for name, module in model.model.named_modules()]
+    modules = [
+        (
+            name,
+            type(module),
+            len(module._forward_hooks),
+            len(module._backward_hooks),
+            sorted(vars(module)),
+        )
+        for name, module in model.model.named_modules()
+    ]
     kernels = {name: value for name, value in vars(comfy.quant_ops.ck).items() if "rope" in name}
     loaded = [id(entry.model) for entry in comfy.model_management.current_loaded_models]
-    return (digest.hexdigest(), modules, kernels, comfy.model_management.in_training, loaded,
-            torch.is_inference_mode_enabled(), torch.is_grad_enabled(), sorted(model.object_patches),
-            sorted(model.patches), torch.overrides._get_current_function_mode())
+    return (
+        digest.hexdigest(),
+        modules,
+        kernels,
+        comfy.model_management.in_training,
+        loaded,
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        sorted(model.object_patches),
+        sorted(model.patches),
+        torch.overrides._get_current_function_mode(),
+    )
 
 
 def gradients(live, conditioning):
@@ -68,6 +89,7 @@ class Cancelled(BaseException):
 
 def cancel_in(live):
     """Raise in the middle of the network's forward."""
+
     def hook(*_):
         raise Cancelled
 
@@ -118,7 +140,7 @@ def test_two_sessions_give_the_same_bits_whatever_ran_between(model, conditionin
 
 
 def test_without_the_sessions_additions_these_blocks_have_no_gradient(model, conditioning):
-    """The reason for OutOfPlaceAdditions: left in place, autograd refuses rather than being wrong."""
+    """The reason for OutOfPlaceAdditions: left in place, autograd refuses to differentiate."""
     from pack.host import session
 
     with session.open_session(model) as live:
@@ -127,7 +149,9 @@ def test_without_the_sessions_additions_these_blocks_have_no_gradient(model, con
             gradients(live, conditioning)
 
 
-def test_a_model_that_ignores_the_result_of_an_addition_keeps_its_writes(model, conditioning, monkeypatch):
+def test_a_model_that_ignores_the_result_of_an_addition_keeps_it(
+    model, conditioning, monkeypatch
+):
     from pack.host import session
 
     with session.open_session(model) as live:
@@ -141,8 +165,10 @@ def test_a_model_that_ignores_the_result_of_an_addition_keeps_its_writes(model, 
 
         monkeypatch.setattr(network, "forward", ignoring)
         live.check_additions(LATENT, conditioning)
-        assert not any(isinstance(mode, session.OutOfPlaceAdditions)
-                       for mode in torch.overrides._get_current_function_mode_stack())
+        assert not any(
+            isinstance(mode, session.OutOfPlaceAdditions)
+            for mode in torch.overrides._get_current_function_mode_stack()
+        )
 
 
 def test_models_that_cannot_be_right_are_refused_by_name(comfy, model):
@@ -158,9 +184,11 @@ def test_models_that_cannot_be_right_are_refused_by_name(comfy, model):
     class NotFlow:
         class model_type:
             name = "EPS"
+
         model_sampling = comfy.model_sampling.EPS()
 
     from pack.host import families
+
     with pytest.raises(ValueError, match="NotFlow of type EPS, which is not plain flow matching"):
         families.family_of(NotFlow())
 

@@ -19,8 +19,9 @@ def run(tmp_path, opened=CLOSED, tick=lambda loss: None, name="state.pt", pupils
     model = nets.TinyFlow()
     settings = train.Settings(**{"steps": 12, "learning_rate": 1e-2, "batch_size": 2} | changes)
     parameters = list(model.parameters())
-    history = train.train(pupils or nets.pupils(), opened, settings, model, parameters,
-                          tmp_path / name, tick)
+    history = train.train(
+        pupils or nets.pupils(), opened, settings, model, parameters, tmp_path / name, tick
+    )
     return [parameter.detach().clone() for parameter in parameters], history
 
 
@@ -61,7 +62,9 @@ def test_a_batch_is_the_mean_of_its_samples(tmp_path):
         seen.append((z.clone(), sigma))
         return model(z, sigma, context)
 
-    history = train.train(pupils, HALF, settings, spy, list(model.parameters()), tmp_path / "s", lambda _: None)
+    history = train.train(
+        pupils, HALF, settings, spy, list(model.parameters()), tmp_path / "s", lambda _: None
+    )
     singles = []
     for sample, (z, sigma) in enumerate(seen):
         fresh = draws.stream("train noise", 0, 0, sample)
@@ -100,12 +103,19 @@ def test_an_epoch_shows_every_picture_as_often_as_its_repeats(tmp_path):
 
 def test_gates_change_only_what_they_demote(tmp_path):
     """With one seed the native steps of a gated run see the same noise, sigma and picture."""
+
     def spy(opened):
         model, seen = nets.TinyFlow(), []
         settings = train.Settings(steps=8, learning_rate=0.0)
-        train.train(nets.pupils(), opened, settings,
-                    lambda z, sigma, c: seen.append((z.clone(), sigma)) or model(z, sigma, c),
-                    list(model.parameters()), tmp_path / "s", lambda _: None)
+        train.train(
+            nets.pupils(),
+            opened,
+            settings,
+            lambda z, sigma, c: seen.append((z.clone(), sigma)) or model(z, sigma, c),
+            list(model.parameters()),
+            tmp_path / "s",
+            lambda _: None,
+        )
         return seen
 
     for (z, sigma), (gated, gated_sigma) in zip(spy(CLOSED), spy(HALF)):
@@ -130,6 +140,8 @@ def test_learning_rate_warms_up_and_comes_down():
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     pupils = nets.pupils()
-    pupils = [train.Pupil(copy.deepcopy(p.native).fill_(float("nan")), {}, {None: None}) for p in pupils]
+    pupils = [
+        train.Pupil(copy.deepcopy(p.native).fill_(float("nan")), {}, {None: None}) for p in pupils
+    ]
     with pytest.raises(ValueError, match="not finite at step 1"):
         run(tmp_path, pupils=pupils)

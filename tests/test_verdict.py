@@ -144,7 +144,7 @@ def test_a_norm_may_vanish_in_one_resample_of_a_hundred(loss: float, stays: bool
     # S* = 12 - (1 + loss) w is not positive in 7 %, and in .3 %, of the resamples.
     cell = terms([0.9] * 11 + [0.8])
     weak = replace(cell, s=np.array([1.0] * 11 + [-loss]))
-    band = verdict.simultaneous([verdict.Contrast(weak)], "k", 2000)
+    band = verdict.simultaneous([verdict.Contrast(weak)], "k", 20000)
     assert band.signal == (stays,) and math.isfinite(band.q_safe) == stays
 
 
@@ -184,6 +184,15 @@ def test_a_verdict_is_monotone_in_the_margin(low: float, width: float, margins: 
     ranks = [order.index(verdict.judge(8, True, low, low + width, margin))
              for margin in sorted(margins)]
     assert ranks == sorted(ranks)
+
+
+def test_the_within_part_is_half_the_spread_between_half_sets() -> None:
+    # With s = a = 1 an image's influence is x_i - mean x.
+    even, odd = np.array([0.9, 0.8, 0.7, 0.8]), np.array([0.88, 0.83, 0.7, 0.78])
+    parts = [verdict.Contrast(terms(list(x))) for x in ((even + odd) / 2, even, odd)]
+    within, between = verdict.split_variance(*parts)
+    assert within == pytest.approx(np.var(even - odd) / 4)
+    assert within + between == pytest.approx(np.var((even + odd) / 2, ddof=1))
 
 
 def test_more_draws_shrink_the_within_part_alone() -> None:

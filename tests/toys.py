@@ -1,6 +1,7 @@
 """Toy checkpoints of ComfyUI's own model classes, in files that its loaders detect.
 
-Weights are large (std .2 on Linears): with small weights a wrong gradient still points the right way.
+Weights are large (std .2 on Linears): with small weights a wrong gradient still points the right
+way.
 """
 
 from __future__ import annotations
@@ -14,15 +15,28 @@ STD = 0.2
 
 
 def flux(folder: Path) -> Path:
-    """Flux class without guidance: hidden 128, 2 double and 2 single blocks, text width 32, pooled 16."""
+    """Flux without guidance: hidden 128, 2 double and 2 single blocks, text width 32, pooled 16."""
     import comfy.ldm.flux.model as flux_model
     import comfy.ops
 
     network = flux_model.Flux(
-        image_model="flux", in_channels=16, out_channels=16, patch_size=2, vec_in_dim=16,
-        context_in_dim=32, hidden_size=128, mlp_ratio=4.0, num_heads=1, depth=2,
-        depth_single_blocks=2, axes_dim=[16, 56, 56], theta=10000, qkv_bias=True,
-        guidance_embed=False, txt_ids_dims=[], dtype=torch.float32,
+        image_model="flux",
+        in_channels=16,
+        out_channels=16,
+        patch_size=2,
+        vec_in_dim=16,
+        context_in_dim=32,
+        hidden_size=128,
+        mlp_ratio=4.0,
+        num_heads=1,
+        depth=2,
+        depth_single_blocks=2,
+        axes_dim=[16, 56, 56],
+        theta=10000,
+        qkv_bias=True,
+        guidance_embed=False,
+        txt_ids_dims=[],
+        dtype=torch.float32,
         operations=comfy.ops.disable_weight_init,
     )
     return _save(network, folder / "toy_flux.safetensors", "")
@@ -34,9 +48,22 @@ def wan(folder: Path) -> Path:
     import comfy.ops
 
     network = wan_model.WanModel(
-        model_type="t2v", patch_size=(1, 2, 2), text_len=512, in_dim=16, dim=128, ffn_dim=256,
-        freq_dim=256, text_dim=4096, out_dim=16, num_heads=1, num_layers=2, qk_norm=True,
-        cross_attn_norm=True, eps=1e-6, dtype=torch.float32, operations=comfy.ops.disable_weight_init,
+        model_type="t2v",
+        patch_size=(1, 2, 2),
+        text_len=512,
+        in_dim=16,
+        dim=128,
+        ffn_dim=256,
+        freq_dim=256,
+        text_dim=4096,
+        out_dim=16,
+        num_heads=1,
+        num_layers=2,
+        qk_norm=True,
+        cross_attn_norm=True,
+        eps=1e-6,
+        dtype=torch.float32,
+        operations=comfy.ops.disable_weight_init,
     )
     return _save(network, folder / "toy_wan.safetensors", "")
 
@@ -47,13 +74,31 @@ def anima(folder: Path) -> Path:
     import comfy.ops
 
     network = predict2.MiniTrainDIT(
-        max_img_h=240, max_img_w=240, max_frames=128, in_channels=16, out_channels=16,
-        patch_spatial=2, patch_temporal=1, concat_padding_mask=True, model_channels=192,
-        num_blocks=10, num_heads=16, crossattn_emb_channels=1024, pos_emb_cls="rope3d",
-        pos_emb_learnable=True, pos_emb_interpolation="crop", min_fps=1, max_fps=30,
-        use_adaln_lora=True, adaln_lora_dim=256, rope_h_extrapolation_ratio=4.0,
-        rope_w_extrapolation_ratio=4.0, rope_t_extrapolation_ratio=1.0,
-        extra_per_block_abs_pos_emb=False, rope_enable_fps_modulation=False, dtype=torch.float32,
+        max_img_h=240,
+        max_img_w=240,
+        max_frames=128,
+        in_channels=16,
+        out_channels=16,
+        patch_spatial=2,
+        patch_temporal=1,
+        concat_padding_mask=True,
+        model_channels=192,
+        num_blocks=10,
+        num_heads=16,
+        crossattn_emb_channels=1024,
+        pos_emb_cls="rope3d",
+        pos_emb_learnable=True,
+        pos_emb_interpolation="crop",
+        min_fps=1,
+        max_fps=30,
+        use_adaln_lora=True,
+        adaln_lora_dim=256,
+        rope_h_extrapolation_ratio=4.0,
+        rope_w_extrapolation_ratio=4.0,
+        rope_t_extrapolation_ratio=1.0,
+        extra_per_block_abs_pos_emb=False,
+        rope_enable_fps_modulation=False,
+        dtype=torch.float32,
         operations=comfy.ops.disable_weight_init,
     )
     # Detection tells Anima from Cosmos-Predict2 by a key of the text adapter.
