@@ -1,4 +1,4 @@
-"""Measurement: the scalars of every (image, bin) cell that estimators are made from, and their file.
+"""Measurement: the scalars of every (image, bin) cell that estimators use, and their file.
 
 A measurement never holds gradients. Per cell it keeps, for the even and the odd draws apart, the
 inner products of the arms' gradient sums and the sums of their per-draw inner products: all that

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import folder_paths
+from comfy_api.latest import io
 
 PACK = Path(__file__).resolve().parents[1]
 DEMO = PACK / "demo"
@@ -68,6 +69,15 @@ def saved_names(kind: str, suffix: str) -> list[str]:
     return [
         name for name in folder_paths.get_filename_list(f"demotion_{kind}") if name.endswith(suffix)
     ]
+
+
+class NamedOutput(io.ComfyNode):
+    """A node with a widget `name` for the file it writes, checked before anything runs."""
+
+    @classmethod
+    def validate_inputs(cls, name: str | None = None) -> bool | str:
+        # A linked name is None here; `numbered` checks it when it is known.
+        return name is None or name_problem(name) or True
 
 
 def shown(label: str, path: Path) -> dict[str, str]:

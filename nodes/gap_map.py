@@ -80,7 +80,7 @@ class DebiasedCosine(io.ComfyNode):
         return io.NodeOutput(made, maps.summary(made))
 
 
-class PlotGapMap(io.ComfyNode):
+class PlotGapMap(files.NamedOutput):
     """Gap map -> picture."""
 
     @classmethod
@@ -104,10 +104,6 @@ class PlotGapMap(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, name: str = "") -> bool | str:
-        return files.name_problem(name) or True
-
-    @classmethod
     def execute(cls, gap_map: maps.GapMap, name: str) -> io.NodeOutput:
         path = files.numbered(files.output_folder("maps"), name, ".png")
         plots.save_png(plots.gap_map_figure(gap_map), path)
@@ -118,7 +114,7 @@ class PlotGapMap(io.ComfyNode):
         )
 
 
-class SaveGapMap(io.ComfyNode):
+class SaveGapMap(files.NamedOutput):
     """Keeps a gap map as JSON."""
 
     @classmethod
@@ -136,10 +132,6 @@ class SaveGapMap(io.ComfyNode):
             ],
             outputs=[],
         )
-
-    @classmethod
-    def validate_inputs(cls, name: str = "") -> bool | str:
-        return files.name_problem(name) or True
 
     @classmethod
     def execute(cls, gap_map: maps.GapMap, name: str) -> io.NodeOutput:
@@ -285,10 +277,14 @@ class GateByHand(io.ComfyNode):
         span="always",
         span_fraction=0.5,
     ) -> bool | str:
-        if None in (native_tier, target_tier, sigma_low, sigma_high, span, span_fraction):
-            return True
+        values = (native_tier, target_tier, sigma_low, sigma_high, span, span_fraction)
+        if None in values:
+            return True  # linked values are checked when they are known
+        for tier in (native_tier, target_tier):
+            if not TIER["min"] <= tier <= TIER["max"]:
+                return f"tier {tier} is outside {TIER['min']} to {TIER['max']}: choose one inside"
         try:
-            _by_hand(native_tier, target_tier, sigma_low, sigma_high, span, span_fraction)
+            _by_hand(*values)
         except ValueError as problem:
             return str(problem)
         return True
@@ -308,7 +304,7 @@ def _by_hand(
     return gates.by_hand(native_tier, target_tier, (low, high), named)
 
 
-class SaveGate(io.ComfyNode):
+class SaveGate(files.NamedOutput):
     """Keeps a gate as JSON."""
 
     @classmethod
@@ -325,10 +321,6 @@ class SaveGate(io.ComfyNode):
             ],
             outputs=[],
         )
-
-    @classmethod
-    def validate_inputs(cls, name: str = "") -> bool | str:
-        return files.name_problem(name) or True
 
     @classmethod
     def execute(cls, gate: gates.Gate, name: str) -> io.NodeOutput:

@@ -96,9 +96,10 @@ class GradientProbe(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, bins: str = "8") -> bool | str:
+    def validate_inputs(cls, bins: str | None = None) -> bool | str:
         try:
-            random_draws.parse_bins(bins)
+            # Linked bins are None here and are parsed when they are known.
+            random_draws.parse_bins("1" if bins is None else bins)
         except ValueError as problem:
             return str(problem)
         return True
@@ -142,7 +143,7 @@ class GradientProbe(io.ComfyNode):
         return io.NodeOutput(measurement, ui={"files": [files.shown("measurement", path)]})
 
 
-class SaveMeasurement(io.ComfyNode):
+class SaveMeasurement(files.NamedOutput):
     """Keeps a measurement under a name."""
 
     @classmethod
@@ -162,10 +163,6 @@ class SaveMeasurement(io.ComfyNode):
             ],
             outputs=[],
         )
-
-    @classmethod
-    def validate_inputs(cls, name: str = "") -> bool | str:
-        return files.name_problem(name) or True
 
     @classmethod
     def execute(cls, measurement: measure.Measurement, name: str) -> io.NodeOutput:

@@ -17,7 +17,7 @@ from .progress import Progress, tell
 DENSITIES = ["uniform", "logit_normal", "shifted", "model"]
 
 
-class TrainLora(io.ComfyNode):
+class TrainLora(files.NamedOutput):
     """Training set + gate -> LoRA."""
 
     @classmethod
@@ -151,10 +151,6 @@ class TrainLora(io.ComfyNode):
             ],
             hidden=[io.Hidden.unique_id],
         )
-
-    @classmethod
-    def validate_inputs(cls, name: str = "") -> bool | str:
-        return files.name_problem(name) or True
 
     @classmethod
     def execute(

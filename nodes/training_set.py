@@ -31,6 +31,20 @@ def set_folder(name: str) -> Path | None:
     return None
 
 
+def folder_problem(name: str) -> str | None:
+    """What is wrong with a folder name, or None."""
+    path = set_folder(name)
+    if path is None:
+        return (
+            f"folder '{name}' is not a sub-folder of ComfyUI's input folder: "
+            "copy the pictures into one"
+        )
+    if not pictures_in(path):
+        kinds = ", ".join(sorted(SUFFIXES))
+        return f"folder '{name}' has no pictures ({kinds}): put some in or choose another"
+    return None
+
+
 def set_names() -> list[str]:
     """Folders that can be loaded: sub-folders of ComfyUI's input folder, then ready-made sets."""
     names = [Path(name).as_posix() for name in folder_paths.get_input_subfolders()]
@@ -114,19 +128,9 @@ class LoadTrainingFolder(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, folder: str) -> bool | str:
-        path = set_folder(folder)
-        if path is None:
-            return (
-                f"folder '{folder}' is not a sub-folder of ComfyUI's input folder: "
-                "copy the pictures into one"
-            )
-        if not pictures_in(path):
-            return (
-                f"folder '{folder}' has no pictures ({', '.join(sorted(SUFFIXES))}): "
-                "put some in or choose another"
-            )
-        return True
+    def validate_inputs(cls, folder: str | None = None) -> bool | str:
+        # A linked folder is None here and is checked when it is known.
+        return folder is None or folder_problem(folder) or True
 
     @classmethod
     def fingerprint_inputs(cls, folder: str) -> str:
@@ -138,6 +142,9 @@ class LoadTrainingFolder(io.ComfyNode):
 
     @classmethod
     def execute(cls, folder: str) -> io.NodeOutput:
+        problem = folder_problem(folder)
+        if problem:
+            raise ValueError(problem)
         root = set_folder(folder)
         images, captions, masks, repeats = [], [], [], []
         for path in pictures_in(root):
