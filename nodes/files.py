@@ -19,9 +19,7 @@ def register_folders() -> None:
         folder_paths.add_model_folder_path(kind, str(DEMO / "models" / kind))
     folder_paths.add_model_folder_path(SETS, str(DEMO / "pictures"))
     for kind in ("measurements", "maps", "gates"):
-        saved = output_folder(kind)
-        saved.mkdir(parents=True, exist_ok=True)
-        folder_paths.add_model_folder_path(f"demotion_{kind}", str(saved))
+        folder_paths.add_model_folder_path(f"demotion_{kind}", str(output_folder(kind)))
     folder_paths.add_model_folder_path("demotion_gates", str(DEMO / "gates"))
 
 

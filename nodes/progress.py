@@ -20,6 +20,7 @@ class Progress:
         self.total, self.node_id, self.unit = total, node_id, unit
         self.done = 0
         self.started = self.told = time.monotonic()
+        tell(node_id, f"{total} {unit} to go" if total else f"no {unit} left to do")
 
     def __call__(self, *_: float) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()

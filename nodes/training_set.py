@@ -49,7 +49,7 @@ def set_names() -> list[str]:
     """Folders that can be loaded: sub-folders of ComfyUI's input folder, then ready-made sets."""
     names = [Path(name).as_posix() for name in folder_paths.get_input_subfolders()]
     for root in folder_paths.get_folder_paths(files.SETS):
-        names += sorted(path.name for path in Path(root).iterdir() if path.is_dir())
+        names += sorted(path.name for path in Path(root).glob("*") if path.is_dir())
     return list(dict.fromkeys(names))
 
 
