@@ -17,6 +17,8 @@ from . import draws, measure
 
 Velocity = Callable[[torch.Tensor, float, Any], torch.Tensor]
 CHUNK = 1 << 20
+# Raised whenever the same settings would give other numbers, so that old cells are not continued.
+PROTOCOL = 1
 
 
 @dataclass(frozen=True)

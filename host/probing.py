@@ -124,6 +124,7 @@ def _settings(
 ) -> dict[str, Any]:
     all_arms = [arms.SRC, arms.NULL, *(arm for arm in training_set.arms if arm != arms.SRC)]
     return {
+        "protocol": probe.PROTOCOL,
         "arms": [str(arm) for arm in all_arms],
         "bins": [list(sigma_bin) for sigma_bin in options.bins],
         "draws": options.draws,

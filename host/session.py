@@ -18,6 +18,7 @@ import comfy.ldm.modules.attention
 import comfy.model_management
 import comfy.model_patcher
 import comfy.quant_ops
+import comfyui_version
 import torch
 from comfy_kitchen.backends.eager import rope
 from torch.overrides import TorchFunctionMode
@@ -70,6 +71,7 @@ class Session:
             "dtype": str(self.patcher.model.get_dtype_inference()).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
+            "comfyui": comfyui_version.__version__,
             "attention": comfy.ldm.modules.attention.optimized_attention.__name__,
         }
 
