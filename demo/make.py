@@ -19,6 +19,7 @@ The models are made of ComfyUI's own classes, so the weights fit by construction
 from __future__ import annotations
 
 import argparse
+import bz2
 import hashlib
 import io
 import math
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +92,7 @@ def download(packages: Path) -> None:
 
 def unpack(packages: Path, target: Path) -> None:
     """Extract each package once."""
+    target.mkdir(parents=True, exist_ok=True)
     for name in PACKAGES:
         if not (target / name).exists():
             deb = sorted(packages.glob(f"{name}_*.deb"))[-1]
@@ -167,7 +170,7 @@ def photographs(unpacked: Path, kept: Path) -> None:
             continue
         picture = Image.open(io.BytesIO(content))
         # gcompris: pictures with transparency are puzzle pieces, small ones are icons.
-        if min(picture.size) < 256 or picture.mode not in {"RGB", "L", "P"} and "gcompris" in name:
+        if min(picture.size) < 256 or ("gcompris" in name and picture.mode != "RGB"):
             continue
         key, area = same_picture(name), picture.width * picture.height
         if area > best.get(key, (0, b""))[0]:
@@ -195,6 +198,156 @@ def split(kept: Path) -> tuple[list[Path], list[Path]]:
         number = int(hashlib.sha256(path.stem.encode()).hexdigest(), 16)
         (training if number % HOLD_OUT else held_out).append(path)
     return training, held_out
+
+
+# --- demo pictures -------------------------------------------------------------------------------
+
+WHEELS = ("scikit-image==0.26.0", "matplotlib==3.11.2", "scipy==1.9.3")  # pure data is taken
+SKIMAGE, LOMIRI, GCOMPRIS = "scikit_image", "lomiri-wallpapers-16.04", "gcompris-qt-data"
+# Name, wheel or package, file in it, left, top and side of the square, caption. Squares larger
+# than 512 pixels are scaled down, nothing is enlarged.
+DEMO: tuple[tuple[str, str, str, int, int, int, str], ...] = (
+    (
+        "astronaut",
+        SKIMAGE,
+        "skimage/data/astronaut.png",
+        0,
+        0,
+        512,
+        "A smiling astronaut in an orange space suit in front of a flag and a model of a shuttle.",
+    ),
+    (
+        "brick_wall",
+        SKIMAGE,
+        "skimage/data/brick.png",
+        0,
+        0,
+        512,
+        "A black and white photograph of a brick wall, its courses running upright.",
+    ),
+    (
+        "cameraman",
+        SKIMAGE,
+        "skimage/data/camera.png",
+        0,
+        0,
+        512,
+        "A black and white photograph of a man in a dark coat behind a camera on a tripod.",
+    ),
+    (
+        "cat",
+        SKIMAGE,
+        "skimage/data/chelsea.png",
+        92,
+        0,
+        300,
+        "The face of a ginger tabby cat with green eyes, seen from close by.",
+    ),
+    (
+        "coffee",
+        SKIMAGE,
+        "skimage/data/coffee.png",
+        90,
+        0,
+        400,
+        "A cup of espresso on a red saucer with a spoon, on a wooden table.",
+    ),
+    (
+        "dandelion",
+        LOMIRI,
+        "seeding_by_Clements_Engelhardt.jpg",
+        700,
+        0,
+        2900,
+        "A dandelion seed head in a meadow against the low evening sun.",
+    ),
+    (
+        "galaxies",
+        SKIMAGE,
+        "skimage/data/hubble_deep_field.jpg",
+        244,
+        180,
+        512,
+        "Many small galaxies on a black sky, photographed by a space telescope.",
+    ),
+    (
+        "moose",
+        GCOMPRIS,
+        "explore_world_animals/resource/animals/moose.webp",
+        330,
+        60,
+        512,
+        "A bull moose with large antlers resting on a meadow in front of a green forest.",
+    ),
+    (
+        "officer",
+        "matplotlib",
+        "matplotlib/mpl-data/sample_data/grace_hopper.jpg",
+        0,
+        0,
+        512,
+        "A portrait of an elderly navy officer with glasses, in uniform and cap, before a flag.",
+    ),
+    (
+        "raccoon",
+        "scipy",
+        "scipy/misc/face.dat",
+        400,
+        0,
+        600,
+        "A raccoon looking out from between long green leaves.",
+    ),
+    (
+        "retina",
+        SKIMAGE,
+        "skimage/data/retina.jpg",
+        0,
+        0,
+        1411,
+        "The back of a human eye: a red disc with branching vessels on a black ground.",
+    ),
+    (
+        "rocket",
+        SKIMAGE,
+        "skimage/data/rocket.jpg",
+        106,
+        0,
+        427,
+        "A white rocket on its launch pad at dusk, between two lightning towers.",
+    ),
+)
+
+
+def source_picture(source: str, name: str, work: Path, unpacked: Path) -> Image.Image:
+    """Open one source picture of the table above."""
+    if source in PACKAGES:
+        for found, content in sources(unpacked):
+            if found.startswith(source) and found.endswith(name):
+                return Image.open(io.BytesIO(content))
+        raise FileNotFoundError(name)
+    with zipfile.ZipFile(next((work / "wheels").glob(f"{source}-*.whl"))) as wheel:
+        content = wheel.read(name)
+    if name.endswith(".dat"):  # SciPy's raccoon: compressed raw pixels
+        raw = np.frombuffer(bz2.decompress(content), np.uint8)
+        return Image.fromarray(raw.reshape(768, 1024, 3))
+    return Image.open(io.BytesIO(content))
+
+
+def write_pictures(work: Path, unpacked: Path) -> None:
+    """Cut the demo pictures and write their captions."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    for wheel in WHEELS:
+        version = "3.10" if wheel.startswith("scipy") else "3.12"  # SciPy 1.9 ends there
+        arguments = ["--python-version", version, "--dest", work / "wheels", wheel]
+        subprocess.run([*command, *arguments], check=True)
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for stem, source, name, left, top, side, caption in DEMO:
+        picture = source_picture(source, name, work, unpacked).convert("RGB")
+        picture = picture.crop((left, top, left + side, top + side))
+        if side > 512:
+            picture = picture.resize((512, 512), Image.Resampling.LANCZOS)
+        picture.save(PICTURES / f"{stem}.jpg", quality=92, subsampling=0)
+        (PICTURES / f"{stem}.txt").write_text(caption + "\n", encoding="ascii")
 
 
 # --- crops ---------------------------------------------------------------------------------------
@@ -587,25 +740,29 @@ def new_vae(pixels: Tensor) -> tuple[nn.ModuleDict, Tensor, Tensor]:
     return model.to(memory_format=torch.channels_last), components, mean
 
 
-def train_vae(pixels: Tensor, work: Path, minutes: float) -> None:
-    """Train tail and head together on the squared error of pixels; averages go to work/vae.pt.
+def train_vae(pixels: Tensor, work: Path, minutes: float, joint: bool) -> None:
+    """Train on the squared error of pixels; averages go to work/vae.pt or work/head.pt.
 
-    The decoder behind the head is linear in the components and needs no training, so that the
-    error of pixels is that of the components, plus that of those which are not reconstructed.
+    First tail and head together, then the head alone on the finished latents: by then the DiT can
+    learn them. The decoder behind the head is linear in the components and needs no training, so
+    that the error of pixels is that of the components, plus that of those which it leaves out.
     """
-    path = work / "vae.pt"
-    model, components, mean = new_vae(pixels)
+    path = work / ("vae.pt" if joint else "head.pt")
+    model, components, mean = new_vae(pixels) if joint else finished_vae(pixels, work)
     tail, head = model["tail"], model["head"]
+    tail.requires_grad_(joint)
+    trained = model if joint else head
     unit = nn.functional.normalize(components[:COMPONENTS])
-    average = Average(model, 0.998)
-    optimiser = torch.optim.Adam(model.parameters(), lr=VAE_RATE, betas=(0.9, 0.99))
+    average = Average(trained, 0.998)
+    optimiser = torch.optim.Adam(trained.parameters(), lr=VAE_RATE, betas=(0.9, 0.99))
     step, clock = 0, Clock(minutes, 0.0)
     if path.exists():
         saved = torch.load(path, weights_only=True)
-        model.load_state_dict(saved["model"])
+        trained.load_state_dict(saved["model"])
         optimiser.load_state_dict(saved["optimiser"])
         average.shadow, average.steps = saved["average"], saved["step"]
         step, clock = saved["step"], Clock(minutes, saved["seconds"])
+        torch.manual_seed(step)
     running, reference = None, None
     while clock.done() < 1:
         for group in optimiser.param_groups:
@@ -618,28 +775,32 @@ def train_vae(pixels: Tensor, work: Path, minutes: float) -> None:
         rows = patches(target).movedim(1, -1) - mean
         wanted = (rows @ unit.T).movedim(-1, 1)
         latents = tail(target.contiguous(memory_format=torch.channels_last))
-        # Noise keeps the latents from hiding what matters in small amplitudes.
-        guess = head(latents + 0.05 * torch.randn_like(latents))
+        if joint:
+            # Noise keeps the latents from hiding what matters in small amplitudes.
+            guess = head(latents + 0.05 * torch.randn_like(latents))
+        else:
+            guess = head(latents)
         missing = (rows.pow(2).sum() - wanted.pow(2).sum()) / rows.numel()
         loss = (guess - wanted).pow(2).sum() / rows.numel() + missing
         optimiser.zero_grad()
         loss.backward()
-        tail.standardise(latents, 0.01)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if joint:
+            tail.standardise(latents, 0.01)
+        nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
         optimiser.step()
-        average.update(model)
+        average.update(trained)
         step += 1
         pca = (rows.pow(2).sum() - wanted[:, :CHANNELS].pow(2).sum()) / rows.numel()
         running = loss.item() if running is None else 0.98 * running + 0.02 * loss.item()
         reference = pca.item() if reference is None else 0.98 * reference + 0.02 * pca.item()
         if step % 100 == 0:
             psnr, known = (-10 * math.log10(value) for value in (running, reference))
-            seconds = clock.seconds()
-            print(f"VAE step {step}, {seconds:.0f} s, {psnr:.2f} dB (PCA {known:.2f})", flush=True)
+            label = f"{path.stem} {step}, {clock.seconds():.0f} s"
+            print(f"{label}, {psnr:.2f} dB, PCA {known:.2f}", flush=True)
         if step % 200 == 0 or clock.done() >= 1:
             save_state(
                 path,
-                model=model.state_dict(),
+                model=trained.state_dict(),
                 optimiser=optimiser.state_dict(),
                 average=average.shadow,
                 step=step,
@@ -654,6 +815,8 @@ def finished_vae(pixels: Tensor, work: Path) -> tuple[nn.ModuleDict, Tensor, Ten
     model.load_state_dict(torch.load(work / "vae.pt", weights_only=True)["average"])
     latents = torch.cat([model["tail"](chunk.float() / 255) for chunk in pixels.split(64)])
     model["tail"].standardise(latents, 1.0)
+    if (work / "head.pt").exists():
+        model["head"].load_state_dict(torch.load(work / "head.pt", weights_only=True)["average"])
     return model, components, mean
 
 
@@ -744,6 +907,10 @@ def train_dit(latents: dict[str, Tensor], work: Path, minutes: float) -> None:
     path = work / "dit.pt"
     torch.manual_seed(6)
     dit = new_dit()
+    for module in dit.modules():
+        if isinstance(module, nn.LayerNorm):
+            # ComfyUI's blocks add their residuals in place, to what the norm kept for its backward.
+            module.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
     average = Average(dit, 0.998)
     optimiser = torch.optim.AdamW(dit.parameters(), lr=DIT_RATE, betas=(0.9, 0.99))
     step, clock = 0, Clock(minutes, 0.0)
@@ -793,3 +960,189 @@ def write_dit(work: Path) -> None:
     saved = torch.load(work / "dit.pt", weights_only=True)["average"]
     DIT_FILE.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: value.half().contiguous() for name, value in saved.items()}, DIT_FILE)
+
+
+# --- evaluation ----------------------------------------------------------------------------------
+
+SIGMAS = (0.1, 0.3, 0.5, 0.7, 0.9)
+DRAWS = 4  # noises per picture and sigma, the same for both denoisers
+
+
+def square(path: Path, side: int) -> Tensor:
+    """The central square of a picture, at most side pixels wide, as ComfyUI's IMAGE."""
+    picture = Image.open(path).convert("RGB")
+    short = min(picture.size)
+    side = min(side, short // PATCH * PATCH)
+    left, top = (picture.width - short) / 2, (picture.height - short) / 2
+    box = (left, top, left + short, top + short)
+    pixels = np.asarray(picture.resize((side, side), Image.Resampling.LANCZOS, box))
+    return torch.from_numpy(pixels.astype(np.float32) / 255)[None]
+
+
+def decibels(errors: list[float]) -> float:
+    """PSNR of a pool of mean squared errors, for pixels in 0..1."""
+    return -10 * math.log10(sum(errors) / len(errors))
+
+
+class Wiener:
+    """The best linear denoiser: per frequency, with the full covariance of the channels."""
+
+    def __init__(self, latents: Tensor) -> None:
+        self.mean = latents.mean((0, 2, 3), keepdim=True)
+        spectrum = torch.fft.fft2(latents - self.mean, norm="ortho")
+        flat = spectrum.permute(2, 3, 1, 0)
+        self.covariance = flat @ flat.mH / latents.shape[0]
+
+    def velocity(self, noisy: Tensor, sigma: float) -> Tensor:
+        """Prediction of eps - x from (1 - sigma) x + sigma eps."""
+        keep = 1 - sigma
+        total = keep**2 * self.covariance + sigma**2 * torch.eye(CHANNELS)
+        spectrum = torch.fft.fft2(noisy - keep * self.mean, norm="ortho").permute(2, 3, 1, 0)
+        clean = keep * self.covariance @ torch.linalg.solve(total, spectrum)
+        clean = torch.fft.ifft2(clean.permute(3, 2, 0, 1), norm="ortho").real + self.mean
+        return (noisy - clean) / sigma
+
+
+def evaluate_vae(vae: object, pixels: Tensor, sets: dict[str, list[Path]]) -> None:
+    """PSNR through ComfyUI's VAE, beside principal components, at the tier and at 512 pixels."""
+    components, mean = principal_components(pixels)
+    print("\n### VAE: PSNR in dB\n")
+    print("| picture | VAE 256 | PCA 256 | VAE 512 | PCA 512 |\n|---|---|---|---|---|")
+    pooled = []
+    for name, paths in sets.items():
+        columns: list[list[float]] = [[], [], [], []]
+        for path in paths:
+            for index, side in enumerate((TIER, 512)):
+                image = square(path, side)
+                planes = image.movedim(-1, 1)
+                known = pca_reconstruction(planes, components, mean).clamp(0, 1)
+                found = vae.decode(vae.encode(image))
+                columns[2 * index].append((found - image).pow(2).mean().item())
+                columns[2 * index + 1].append((known - planes).pow(2).mean().item())
+            cells = " | ".join(f"{decibels(column[-1:]):.2f}" for column in columns)
+            print(f"| {path.stem.rpartition('~')[2]} | {cells} |", flush=True)
+        cells = " | ".join(f"**{decibels(column):.2f}**" for column in columns)
+        pooled.append(f"| **pooled, {len(paths)} {name}** | {cells} |")
+    print("\n".join(pooled))
+
+
+def evaluate_latents(latents: dict[str, Tensor]) -> None:
+    """Mean and variance per channel after process_latent_in."""
+    print("\n### Latents after process_latent_in, by channel, 256 pixels\n")
+    print("| pictures | | " + " | ".join(str(n) for n in range(CHANNELS)) + " |")
+    print("|---" * (CHANNELS + 2) + "|")
+    for name, values in latents.items():
+        rows = {"mean": values.mean((0, 2, 3)), "variance": values.var((0, 2, 3))}
+        for what, row in rows.items():
+            print(f"| {name} | {what} | " + " | ".join(f"{v:.2f}" for v in row.tolist()) + " |")
+
+
+def evaluate_dit(model: object, wiener: Wiener, latents: dict[str, Tensor]) -> None:
+    """Velocity loss beside the Wiener filter's, with a paired interval over pictures."""
+    from scipy.stats import t as student
+
+    print("\n### DiT: velocity loss\n")
+    print("| pictures | sigma | DiT | Wiener | DiT - Wiener | paired 95 % interval |")
+    print("|---|---|---|---|---|---|")
+    losses: dict[str, Tensor] = {}
+    for name, clean in latents.items():
+        rows = []
+        for item, picture in enumerate(clean):
+            noise = torch.randn(
+                DRAWS, *picture.shape, generator=torch.Generator().manual_seed(1000 + item)
+            )
+            target = noise - picture
+            for sigma in SIGMAS:
+                noisy = (1 - sigma) * picture + sigma * noise
+                denoised = model.apply_model(
+                    noisy,
+                    torch.full((DRAWS,), sigma),
+                    c_crossattn=torch.zeros(DRAWS, 1, CONTEXT),
+                    y=torch.zeros(DRAWS, POOLED),
+                )
+                guesses = ((noisy - denoised) / sigma, wiener.velocity(noisy, sigma))
+                rows.append([(guess - target).pow(2).mean().item() for guess in guesses])
+        losses[name] = torch.tensor(rows).view(len(clean), len(SIGMAS), 2)
+    losses["all"] = torch.cat(list(losses.values()))
+    for name, loss in losses.items():
+        count = len(loss)
+        for index, sigma in enumerate(SIGMAS):
+            ours, linear = loss[:, index].mean(0).tolist()
+            difference = loss[:, index, 0] - loss[:, index, 1]
+            margin = student.ppf(0.975, count - 1) * difference.std().item() / math.sqrt(count)
+            low, high = ours - linear - margin, ours - linear + margin
+            cells = f"{ours:.3f} | {linear:.3f} | {ours - linear:+.3f} | {low:+.3f} .. {high:+.3f}"
+            print(f"| {name} ({count}) | {sigma} | {cells} |", flush=True)
+
+
+@torch.no_grad()
+def evaluate(work: Path, sets: dict[str, list[Path]]) -> None:
+    """Print the tables from the shipped files, loaded as ComfyUI's loader nodes load them."""
+    import comfy.model_management
+    import comfy.sd
+    import comfy.utils
+
+    vae = comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(VAE_FILE)))
+    patcher = comfy.sd.load_diffusion_model(str(DIT_FILE))
+    comfy.model_management.load_models_gpu([patcher])
+    model = patcher.model
+    print(f"{type(model).__name__}, {type(model.model_sampling).__name__},", end=" ")
+    print(f"{sum(value.numel() for value in model.diffusion_model.parameters()):,} parameters")
+    pixels = load_file(work / "vae_crops.safetensors")["pixels"]
+    evaluate_vae(vae, pixels, sets)
+    latents = {
+        name: torch.cat([model.process_latent_in(vae.encode(square(p, TIER))) for p in paths])
+        for name, paths in sets.items()
+    }
+    evaluate_latents(latents)
+    wiener = Wiener(load_file(work / "latents.safetensors")["32x32"].float())
+    evaluate_dit(model, wiener, latents)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--comfyui", type=Path, required=True, help="folder of a ComfyUI")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "demotion_demo",
+        help="folder that keeps packages, photographs, latents and checkpoints",
+    )
+    parser.add_argument("--packages", type=Path, help="folder with the Debian packages, if at hand")
+    parser.add_argument("--vae-minutes", type=float, default=7.0)
+    parser.add_argument("--decoder-minutes", type=float, default=20.0)
+    parser.add_argument("--dit-minutes", type=float, default=35.5)
+    parser.add_argument("--pictures", action="store_true", help="cut the demo pictures and stop")
+    parser.add_argument("--evaluate", action="store_true", help="evaluate the shipped files")
+    options = parser.parse_args()
+    sys.path.insert(0, str(options.comfyui))
+    from comfy.cli_args import args
+
+    args.cpu = True
+    args.use_pytorch_cross_attention = True  # the processor's default attention is slow
+
+    work = options.work
+    packages = options.packages or work / "packages"
+    download(packages)
+    unpack(packages, work / "unpacked")
+    if options.pictures:
+        write_pictures(work, work / "unpacked")
+        return
+    photographs(work / "unpacked", work / "photographs")
+    training, held_out = split(work / "photographs")
+    print(f"{len(training)} photographs for training, {len(held_out)} held out")
+    pixels = vae_pixels(training, work)
+    if not options.evaluate:
+        train_vae(pixels, work, options.vae_minutes, joint=True)
+        train_vae(pixels, work, options.decoder_minutes, joint=False)
+        model, components, mean = finished_vae(pixels, work)
+        write_vae(model, components, mean)
+        train_dit(dit_latents(model["tail"], training, work), work, options.dit_minutes)
+        write_dit(work)
+    demo = sorted(PICTURES.glob("*.jpg"))
+    evaluate(work, {"demo pictures": demo, "held-out photographs": held_out})
+
+
+if __name__ == "__main__":
+    main()

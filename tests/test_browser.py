@@ -50,25 +50,30 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
+@pytest.fixture(scope="module")
+def front_end(browser: Browser, server: Any) -> Page:
+    """The loaded front end: one page for all tests, since it takes seconds to load."""
+    # Otherwise a first visit opens the template browser by itself.
+    send(server, "/settings/Comfy.TutorialCompleted", True)
+    page = browser.new_page(viewport={"width": 1600, "height": 1000})
+    page.goto(server.url)
+    ready = "window.app?.extensionManager && app.graph?.nodes.length > 0"
+    page.wait_for_function(ready, timeout=120_000)
+    return page
+
+
 @pytest.fixture
-def page(browser: Browser, server: Any, tmp_path: Path) -> Iterator[Page]:
-    """The front end, loaded and empty. No script of the page may fail meanwhile."""
-    opened = browser.new_page(viewport={"width": 1600, "height": 1000})
+def page(front_end: Page, tmp_path: Path) -> Iterator[Page]:
+    """The front end; no script of it may fail during a test."""
     failures: list[str] = []
-    opened.on("pageerror", lambda error: failures.append(str(error)))
-    opened.goto(server.url)
-    opened.wait_for_function("window.app?.graph && window.app.extensionManager", timeout=120_000)
-    templates = opened.get_by_test_id("template-workflows-content")
-    # A first visit opens the template browser by itself, a little later than the graph.
-    try:
-        templates.wait_for(timeout=8_000)
-        opened.keyboard.press("Escape")
-        templates.wait_for(state="hidden")
-    except TimeoutError:
-        pass
-    yield opened
-    opened.screenshot(path=tmp_path / "end.png")
-    opened.close()
+
+    def note(error: Exception) -> None:
+        failures.append(str(error))
+
+    front_end.on("pageerror", note)
+    yield front_end
+    front_end.remove_listener("pageerror", note)
+    front_end.screenshot(path=tmp_path / "end.png")
     assert failures == []
 
 
@@ -80,6 +85,8 @@ def load(page: Page, workflow: dict[str, Any]) -> None:
 def load_prompt(page: Page, prompt: dict[str, Any]) -> None:
     """Open a workflow in API form, as dropping its file on the canvas does."""
     page.evaluate("async (prompt) => { await app.loadApiJson(prompt, 'test') }", prompt)
+    # The page keeps what nodes of the same number showed in another workflow.
+    page.evaluate("app.nodeOutputs = {}")
 
 
 def prompt_of(page: Page) -> dict[str, Any]:
@@ -90,6 +97,13 @@ def prompt_of(page: Page) -> dict[str, Any]:
 def fetch(server: Any, path: str) -> bytes:
     with urllib.request.urlopen(f"{server.url}{path}") as answer:
         return answer.read()
+
+
+def send(server: Any, path: str, value: Any) -> None:
+    request = urllib.request.Request(
+        f"{server.url}{path}", json.dumps(value).encode(), {"Content-Type": "application/json"}
+    )
+    urllib.request.urlopen(request).close()
 
 
 def run_from_page(page: Page, server: Any, seconds: float = 120) -> dict[str, Any]:
@@ -263,10 +277,9 @@ def test_bad_input_is_said_in_the_page(page: Page, tmp_path: Path) -> None:
         },
     )
     page.get_by_test_id("queue-button").click()
-    page.wait_for_timeout(2000)
+    page.get_by_text("View details").click()
+    page.get_by_text("route 768 -> 1024 does not go down").first.wait_for()
     page.screenshot(path=tmp_path / "refused.png")
-    text = page.evaluate("document.body.innerText")
-    assert "route 768 -> 1024 does not go down" in text
 
 
 def test_help_page_opens_from_the_canvas(page: Page, tmp_path: Path) -> None:
