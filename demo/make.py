@@ -9,9 +9,9 @@ that are shipped, loaded through ComfyUI's ordinary loaders. `--pictures` cuts t
 
 The models are made of ComfyUI's own classes, so the weights fit by construction:
 
-* VAE: comfy.taesd with 16 channels. Its encoder is not learned: it holds the 16 leading principal
-  components of 8x8 patches exactly (see pca_encoder). Latents are therefore linear in the pixels,
-  known before any training, and standardised per channel. The decoder is learned.
+* VAE: comfy.taesd with 16 channels. Encoder and decoder start as the 16 leading principal
+  components of 8x8 patches, written into the convolutions, and their parts on the latent grid are
+  trained from there. Latents are standardised per channel.
 * DiT: comfy.ldm.flux without the guidance key, which ComfyUI detects as Flux schnell: flow
   matching, v = eps - x. Conditioning is one zero token and a zero pooled vector.
 """
@@ -1008,7 +1008,7 @@ def evaluate_vae(vae: object, pixels: Tensor, sets: dict[str, list[Path]]) -> No
     components, mean = principal_components(pixels)
     print("\n### VAE: PSNR in dB\n")
     print("| picture | VAE 256 | PCA 256 | VAE 512 | PCA 512 |\n|---|---|---|---|---|")
-    pooled = []
+    summary = []
     for name, paths in sets.items():
         columns: list[list[float]] = [[], [], [], []]
         for path in paths:
@@ -1021,9 +1021,14 @@ def evaluate_vae(vae: object, pixels: Tensor, sets: dict[str, list[Path]]) -> No
                 columns[2 * index + 1].append((known - planes).pow(2).mean().item())
             cells = " | ".join(f"{decibels(column[-1:]):.2f}" for column in columns)
             print(f"| {path.stem.rpartition('~')[2]} | {cells} |", flush=True)
-        cells = " | ".join(f"**{decibels(column):.2f}**" for column in columns)
-        pooled.append(f"| **pooled, {len(paths)} {name}** | {cells} |")
-    print("\n".join(pooled))
+        averages = {
+            "mean over": lambda column: sum(decibels([error]) for error in column) / len(column),
+            "pooled over": decibels,
+        }
+        for what, average in averages.items():
+            cells = " | ".join(f"**{average(column):.2f}**" for column in columns)
+            summary.append(f"| **{what} {len(paths)} {name}** | {cells} |")
+    print("\n".join(summary))
 
 
 def evaluate_latents(latents: dict[str, Tensor]) -> None:
