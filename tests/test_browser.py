@@ -83,10 +83,11 @@ def load(page: Page, workflow: dict[str, Any]) -> None:
 
 
 def load_prompt(page: Page, prompt: dict[str, Any]) -> None:
-    """Open a workflow in API form, as dropping its file on the canvas does."""
+    """Open a workflow in API form, as dropping its file on the canvas does.
+
+    Node numbers differ between the tests, since the page keeps what a number has shown before.
+    """
     page.evaluate("async (prompt) => { await app.loadApiJson(prompt, 'test') }", prompt)
-    # The page keeps what nodes of the same number showed in another workflow.
-    page.evaluate("app.nodeOutputs = {}")
 
 
 def prompt_of(page: Page) -> dict[str, Any]:
@@ -246,16 +247,16 @@ def test_training_folder_is_listed_and_its_pictures_are_shown(
     load_prompt(
         page,
         {
-            "1": node("DemotionLoadTrainingFolder", "Load Training Folder", folder="browser_set"),
-            "2": node("PreviewImage", "Pictures", images=["1", 0]),
-            "3": node("PreviewAny", "Captions", source=["1", 1]),
+            "11": node("DemotionLoadTrainingFolder", "Load Training Folder", folder="browser_set"),
+            "12": node("PreviewImage", "Pictures", images=["11", 0]),
+            "13": node("PreviewAny", "Captions", source=["11", 1]),
         },
     )
     entry = run_from_page(page, server)
     assert entry["status"]["status_str"] == "success"
-    assert len(entry["outputs"]["2"]["images"]) == 3
-    assert entry["outputs"]["3"]["text"] == ["", "a caption from a file", ""]
-    until(page, lambda: page.evaluate("app.graph.getNodeById(2).imgs?.length") == 3)
+    assert len(entry["outputs"]["12"]["images"]) == 3
+    assert entry["outputs"]["13"]["text"] == ["", "a caption from a file", ""]
+    until(page, lambda: page.evaluate("app.graph.getNodeById(12).imgs?.length") == 3)
     page.screenshot(path=tmp_path / "pictures.png")
 
 
@@ -263,7 +264,7 @@ def test_bad_input_is_said_in_the_page(page: Page, tmp_path: Path) -> None:
     load_prompt(
         page,
         {
-            "1": node(
+            "21": node(
                 "DemotionGateByHand",
                 "Gate by Hand",
                 native_tier=768,
@@ -273,20 +274,21 @@ def test_bad_input_is_said_in_the_page(page: Page, tmp_path: Path) -> None:
                 span="always",
                 span_fraction=0.5,
             ),
-            "2": node("DemotionSaveGate", "Save Gate", gate=["1", 0], name="gate"),
+            "22": node("DemotionSaveGate", "Save Gate", gate=["21", 0], name="gate"),
         },
     )
     page.get_by_test_id("queue-button").click()
     page.get_by_text("View details").click()
+    page.get_by_label("Info for Gate by Hand - target_tier").click()
     page.get_by_text("route 768 -> 1024 does not go down").first.wait_for()
     page.screenshot(path=tmp_path / "refused.png")
 
 
 def test_help_page_opens_from_the_canvas(page: Page, tmp_path: Path) -> None:
-    load_prompt(page, {"1": node("DemotionLoadGate", "Load Gate", file="gate_00001.json")})
+    load_prompt(page, {"31": node("DemotionLoadGate", "Load Gate", file="gate_00001.json")})
     page.evaluate(
         """() => {
-            const node = app.graph.getNodeById(1);
+            const node = app.graph.getNodeById(31);
             app.canvas.ds.scale = 1;
             app.canvas.ds.offset = [500 - node.pos[0], 400 - node.pos[1]];
             app.canvas.selectNode(node);

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from demotion import gate
+
 ROOT = Path(__file__).resolve().parents[1]
 UI = sorted((ROOT / "workflows").glob("*.json"))
 API = sorted((ROOT / "workflows" / "api").glob("*.json"))
@@ -195,6 +197,11 @@ def test_a_workflow_and_its_api_form_are_equal_but_for_previews(path: Path) -> N
         assert drawn.pop(name) == expected, name
         assert titles.get(name, node["_meta"]["title"]) == node["_meta"]["title"]
     assert {node["class_type"] for node in drawn.values()} <= set(PREVIEWS)
+
+
+def test_gates_that_come_with_the_pack_load() -> None:
+    for path in (ROOT / "demo" / "gates").glob("*.json"):
+        assert gate.Gate.load(path).rules, path.name
 
 
 def test_every_node_is_in_an_example_workflow(schemas: dict[str, Any]) -> None:
