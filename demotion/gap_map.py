@@ -19,7 +19,7 @@ import numpy as np
 from . import cosine, verdict
 from .arms import Arm
 from .grid import token_count
-from .measure import Cell, Measurement, check_format, write_atomically
+from .measure import Cell, Measurement, read_json, reading, write_atomically
 
 FORMAT = "demotion-gap-map"
 VERSION = 1
@@ -133,14 +133,11 @@ class GapMap:
 
     @classmethod
     def load(cls, path: str | Path) -> GapMap:
-        """Read a map. Raises ValueError when the file is none or was written by a later version."""
-        try:
-            data = json.loads(Path(path).read_bytes())
-        except ValueError:
-            data = None
-        check_format(data, FORMAT, VERSION, path)
-        fields = {field.name: data[field.name] for field in dataclasses.fields(cls)}
-        return cls(**fields | {"gaps": tuple(map(_gap_from_json, data["gaps"]))})
+        """Read a map. Raises ValueError when the file is none, damaged or of a later version."""
+        with reading(path) as file:
+            data = read_json(file, FORMAT, VERSION)
+            fields = {field.name: data[field.name] for field in dataclasses.fields(cls)}
+            return cls(**fields | {"gaps": tuple(map(_gap_from_json, data["gaps"]))})
 
 
 def is_route(arm: str) -> bool:

@@ -22,7 +22,7 @@ from . import verdict
 from .arms import Arm
 from .gap_map import Gap, GapMap, arm_title, is_route
 from .grid import check_route
-from .measure import check_format, write_atomically
+from .measure import read_json, reading, write_atomically
 
 FORMAT = "demotion-gate"
 VERSION = 1
@@ -99,17 +99,15 @@ class Gate:
     def load(cls, path: str | Path) -> Gate:
         """Read a gate.
 
-        Raises ValueError when the file is none or of a later version, and for an impossible rule.
+        Raises ValueError when the file is none, is damaged, or is of a later version, and for an
+        impossible rule.
         """
-        try:
-            data = json.loads(Path(path).read_bytes())
-        except ValueError:
-            data = None
-        check_format(data, FORMAT, VERSION, path)
-        rules = tuple(Rule(tuple(rule["route"]), tuple(rule["window"]), rule["span"],
-                           rule["rotary"]) for rule in data["rules"])
-        fields = {field.name: data[field.name] for field in dataclasses.fields(cls)}
-        return cls(**fields | {"rules": rules})
+        with reading(path) as file:
+            data = read_json(file, FORMAT, VERSION)
+            rules = tuple(Rule(tuple(rule["route"]), tuple(rule["window"]), rule["span"],
+                               rule["rotary"]) for rule in data["rules"])
+            fields = {field.name: data[field.name] for field in dataclasses.fields(cls)}
+            return cls(**fields | {"rules": rules})
 
 
 def from_gap_map(gap_map: GapMap) -> Gate:

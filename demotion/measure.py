@@ -12,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,12 +104,13 @@ class Measurement:
     def load(cls, path: str | Path) -> Measurement:
         """Read a file; a last line cut short by a killed process is not a cell and is left out.
 
-        Raises ValueError when the file is not a measurement or was written by a later version.
+        Raises ValueError when the file is not a measurement, is damaged, or is of a later version.
         """
-        lines = Path(path).read_bytes().split(b"\n")
-        settings = _read_header(lines[0], path)
-        # Every finished line ends in a newline, so the piece after the last newline is never whole.
-        cells = [_cell_from_json(json.loads(line)) for line in lines[1:-1]]
+        with reading(path) as file:
+            lines = file.read_bytes().split(b"\n")
+            settings = read_json(file, FORMAT, VERSION, lines[0])["settings"]
+            # Every finished line ends in a newline: what follows the last one is never whole.
+            cells = [_cell_from_json(json.loads(line)) for line in lines[1:-1]]
         return cls(settings, cells)
 
 
@@ -158,25 +161,35 @@ def write_atomically(path: Path, data: bytes) -> None:
     os.replace(part, path)
 
 
-def check_format(data: Any, name: str, version: int, path: str | Path) -> None:
-    """Raise ValueError unless data is an object of this format, of this version or an earlier
-    one."""
+def read_json(path: Path, name: str, version: int, text: bytes | None = None) -> dict[str, Any]:
+    """The object in a file (or in its text) of this format, of this version or an earlier one.
+
+    Raises ValueError when it is none, or is of a later version.
+    """
+    try:
+        data = json.loads(path.read_bytes() if text is None else text)
+    except ValueError:
+        data = None
     if not isinstance(data, dict) or data.get("format") != name:
-        raise ValueError(f"{Path(path).name} is not a {name} file")
+        raise ValueError(f"{path.name} is not a {name} file")
     if data["version"] > version:
         raise ValueError(
-            f"{Path(path).name} is a {name} file of version {data['version']}; "
+            f"{path.name} is a {name} file of version {data['version']}; "
             f"this pack reads up to {version}: update the pack"
         )
+    return data
 
 
-def _read_header(line: bytes, path: str | Path) -> dict[str, Any]:
+@contextmanager
+def reading(path: str | Path) -> Iterator[Path]:
+    """Turn what a damaged file makes fail into a ValueError that names the file."""
+    path = Path(path)
     try:
-        header = json.loads(line)
-    except ValueError:
-        header = None
-    check_format(header, FORMAT, VERSION, path)
-    return header["settings"]
+        yield path
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"{path.name} is damaged or incomplete ({error}): make it again"
+        ) from error
 
 
 def _cell_to_json(cell: Cell) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import synthetic
 
-from demotion import measure
+from demotion import gap_map, gate, measure
 from demotion.measure import Cell, Measurement
 
 WORLD = synthetic.World({"null": 0.0, "demote:192": 0.2}, images=2)
@@ -108,3 +109,12 @@ def test_pooling_adds_halves_and_parts() -> None:
     parts = [cell.pooled(part) for part in (0, 1)]
     for whole, first, second in zip(cell.pooled(), *parts, strict=True):
         np.testing.assert_allclose(whole, first + second)
+
+
+@pytest.mark.parametrize("kind", [Measurement, gap_map.GapMap, gate.Gate])
+def test_a_damaged_file_is_named(kind, tmp_path) -> None:
+    path = tmp_path / "damaged.json"
+    module = sys.modules[kind.__module__]
+    path.write_text(json.dumps({"format": module.FORMAT, "version": module.VERSION}) + "\n")
+    with pytest.raises(ValueError, match="damaged.json is damaged or incomplete"):
+        kind.load(path)
