@@ -75,7 +75,8 @@ def linears(diffusion_model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 def sigma_range(model: comfy.model_base.BaseModel) -> tuple[float, float]:
     """Range of sigma in [0, 1] that a model is made for."""
     sampling = model.model_sampling
-    low, high = float(sampling.sigma_min), float(sampling.sigma_max)
+    # Tables are float32: rounded, so that 1 is 1.
+    low, high = round(float(sampling.sigma_min), 5), round(float(sampling.sigma_max), 5)
     if isinstance(sampling, comfy.model_sampling.COSMOS_RFLOW):
         return low / (1 + low), high / (1 + high)
     return 0.0, high

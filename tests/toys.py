@@ -118,6 +118,26 @@ def taesd(folder: Path) -> Path:
     return path
 
 
+def wan_vae(folder: Path) -> Path:
+    """Wan 2.1's VAE at dim 4: 16 channels, 3-D latents."""
+    import comfy.ldm.wan.vae
+
+    network = comfy.ldm.wan.vae.WanVAE(
+        dim=4,
+        z_dim=16,
+        dim_mult=[1, 2, 4, 4],
+        num_res_blocks=2,
+        attn_scales=[],
+        temperal_downsample=[False, True, True],
+        image_channels=3,
+        conv_out_channels=3,
+        dropout=0.0,
+    )
+    path = folder / "toy_wan_vae.safetensors"
+    save_file(_filled(network.state_dict(), 0.05), path)
+    return path
+
+
 def _save(network: torch.nn.Module, path: Path, prefix: str, extra: dict | None = None) -> Path:
     state = {f"{prefix}{key}": value for key, value in _filled(network.state_dict(), STD).items()}
     save_file(state | {f"{prefix}{key}": value for key, value in (extra or {}).items()}, path)
