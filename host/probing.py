@@ -44,11 +44,10 @@ def run(
                 f"bin {sigma_bin[0]:g}-{sigma_bin[1]:g} leaves the model's sigma range "
                 f"{low:g}-{high:.5g}: choose bins inside it"
             )
-    if options.lora is not None:
-        lora_file.read(options.lora, model.model)
+    given = None if options.lora is None else lora_file.read(options.lora, model.model)
     items = {item.image: item for item in training_set.items}
     with session.open_session(model) as live:
-        weights = _weights(live, options)
+        weights = given or _fresh_weights(live, options)
         settings = _settings(live, training_set, options, weights)
         path = folder / f"{measure.settings_key(settings)}.jsonl"
         measurement = measure.open_for_append(path, settings)
@@ -91,9 +90,7 @@ def targets_of(family: families.Family, pattern: str) -> str:
     return pattern.strip() or family.targets
 
 
-def _weights(live: session.Session, options: Options) -> adapter.Weights:
-    if options.lora is not None:
-        return lora_file.read(options.lora, live.patcher.model)
+def _fresh_weights(live: session.Session, options: Options) -> adapter.Weights:
     linears = families.linears(live.network)
     targets = adapter.match_targets(linears, targets_of(live.family, options.targets))
     return adapter.probe_weights(linears, targets, options.rank, options.seed)
