@@ -144,8 +144,7 @@ class Adapter:
             if (up.shape[0], down.shape[1]) != expected:
                 raise ValueError(
                     f"the LoRA's {name} is for a weight of {up.shape[0]}x{down.shape[1]}, the "
-                    f"model's is "
-                    f"{expected[0]}x{expected[1]}: choose a LoRA made for this model"
+                    f"model's is {expected[0]}x{expected[1]}: choose a LoRA made for this model"
                 )
         ranks = {name: down.shape[0] for name, (down, _, _) in weights.modules.items()}
         alphas = {name: alpha for name, (_, _, alpha) in weights.modules.items()}

@@ -98,8 +98,7 @@ def off_route_reason(
     if error > MAX_ASPECT_ERROR:
         return (
             f"the nearest grid of tier {target_tier}, {grid[0]}x{grid[1]}, is {error:.1%} off its "
-            f"aspect "
-            f"(at most {MAX_ASPECT_ERROR:.0%})"
+            f"aspect (at most {MAX_ASPECT_ERROR:.0%})"
         )
     if grid[0] > native_hw[0] or grid[1] > native_hw[1]:
         return (

@@ -41,7 +41,6 @@ def read(path: Path, model: comfy.model_base.BaseModel) -> adapter.Weights:
     if not modules:
         raise ValueError(
             f"LoRA {path.name} has no key that fits this model (it has {len(tensors)} keys, such "
-            f"as "
-            f"{next(iter(tensors), 'none')}): choose a LoRA made for this model"
+            f"as {next(iter(tensors), 'none')}): choose a LoRA made for this model"
         )
     return adapter.Weights(modules)

@@ -100,8 +100,7 @@ def check_loadable(model: comfy.model_patcher.ModelPatcher) -> None:
     if model.cached_patcher_init is None:
         raise ValueError(
             "MODEL comes from a loader that ComfyUI cannot call again for a private copy: load it "
-            "with "
-            "Load Diffusion Model or Load Checkpoint"
+            "with Load Diffusion Model or Load Checkpoint"
         )
 
 

@@ -55,15 +55,13 @@ def check_plain(conditioning: list, name: str) -> None:
     if len(conditioning) != 1:
         raise ValueError(
             f"CONDITIONING of {name} has {len(conditioning)} entries: a gradient needs exactly "
-            f"one; "
-            "remove the nodes that combine conditioning"
+            "one; remove the nodes that combine conditioning"
         )
     refused = [key for key in REFUSED if conditioning[0][1].get(key) is not None]
     if refused:
         raise ValueError(
             f"CONDITIONING of {name} carries {', '.join(refused)}: remove the nodes that set "
-            f"areas, "
-            "masks, hooks, controls or schedules"
+            "areas, masks, hooks, controls or schedules"
         )
 
 

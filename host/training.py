@@ -40,8 +40,7 @@ def check(training_set: arms.TrainingSet, opened: gate.Gate) -> None:
         if rule.route[0] != training_set.native_tier:
             raise ValueError(
                 f"the gate's route {rule.route[0]} -> {rule.route[1]} does not start at the set's "
-                f"native "
-                f"tier {training_set.native_tier}: use a gate made for this tier"
+                f"native tier {training_set.native_tier}: use a gate made for this tier"
             )
         if rule.route[1] not in encoded:
             raise ValueError(
@@ -193,10 +192,8 @@ def _report(
         gate.describe(opened),
         "",
         f"{settings.steps} steps of {settings.batch_size}, rank {options.rank}, alpha "
-        f"{options.alpha:g}, learning "
-        f"rate {settings.learning_rate:g} {settings.schedule}, sigma density "
-        f"{settings.density.name}, "
-        f"seed {settings.seed}.",
+        f"{options.alpha:g}, learning rate {settings.learning_rate:g} {settings.schedule}, sigma "
+        f"density {settings.density.name}, seed {settings.seed}.",
         f"Loss: {_tenth(history.losses, first=True):.4f} over the first tenth of the steps, "
         f"{_tenth(history.losses, first=False):.4f} over the last.",
     ]

@@ -27,8 +27,7 @@ class DebiasedCosine(io.ComfyNode):
             display_name="Debiased Cosine",
             category=wires.CATEGORY,
             description="Distances between each arm's mean gradient and the native one, free of "
-            "the bias of finite draws, "
-            "with a simultaneous 95 % band and a verdict at the margin.",
+            "the bias of finite draws, with a simultaneous 95 % band and a verdict at the margin.",
             search_aliases=["gap map", "gradient distance"],
             inputs=[
                 wires.Measurement.Input(
@@ -39,16 +38,14 @@ class DebiasedCosine(io.ComfyNode):
                     options=list(cosine.ESTIMATORS),
                     default="one_set",
                     tooltip="one_set: all pairs of different draws. two_set: even against odd "
-                    "draws, less precise; "
-                    "a check.",
+                    "draws, less precise; a check.",
                 ),
                 io.Combo.Input(
                     "control",
                     options=["none", "reenc"],
                     default="none",
                     tooltip="none: the distance itself decides. reenc: the distance beyond that of "
-                    "the VAE round "
-                    "trip, which training does not pay.",
+                    "the VAE round trip, which training does not pay.",
                 ),
                 io.Float.Input(
                     "margin",
@@ -181,8 +178,7 @@ class GateFromGapMap(io.ComfyNode):
             display_name="Gate from Gap Map",
             category=wires.CATEGORY,
             description="Turns the runs of safe bins into windows. With nothing safe the gate is "
-            "empty and training runs "
-            "native.",
+            "empty and training runs native.",
             inputs=[
                 wires.GapMap.Input(
                     "gap_map", display_name="gap map", tooltip="A gap map; it carries the margin."
@@ -341,8 +337,7 @@ class LoadGate(io.ComfyNode):
             display_name="Load Gate",
             category=wires.CATEGORY,
             description="Loads a gate from output/demotion/gates or one that comes with the pack, "
-            "again when the file "
-            "changes.",
+            "again when the file changes.",
             inputs=[
                 io.Combo.Input(
                     "file",

@@ -26,8 +26,7 @@ class GradientProbe(io.ComfyNode):
             display_name="Sigma-Binned Gradient Probe",
             category=wires.CATEGORY,
             description="Measures LoRA gradients per noise bin for every arm of a set. Finished "
-            "cells are kept on disk: "
-            "the same queue again continues after a Cancel.",
+            "cells are kept on disk: the same queue again continues after a Cancel.",
             search_aliases=["gradient", "measure", "gap map"],
             is_output_node=True,
             inputs=[
@@ -49,8 +48,7 @@ class GradientProbe(io.ComfyNode):
                     min=2,
                     max=4096,
                     tooltip="Random (sigma, noise) draws per picture and bin. An even number of at "
-                    "least 4 also "
-                    "tells draw noise from differences between pictures.",
+                    "least 4 also tells draw noise from differences between pictures.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -65,8 +63,7 @@ class GradientProbe(io.ComfyNode):
                     options=["shared", "independent"],
                     default="shared",
                     tooltip="shared: all arms of a draw have the same noise as far as their grids "
-                    "allow, which "
-                    "needs fewer draws. independent: every arm has its own.",
+                    "allow, which needs fewer draws. independent: every arm has its own.",
                 ),
                 io.Combo.Input(
                     "adapter",
@@ -81,8 +78,7 @@ class GradientProbe(io.ComfyNode):
                     default="",
                     advanced=True,
                     tooltip="Regular expression over the model's Linears that a fresh adapter sits "
-                    "on. Empty: "
-                    "attention and MLP of the image stream.",
+                    "on. Empty: attention and MLP of the image stream.",
                 ),
             ],
             outputs=[

@@ -77,8 +77,7 @@ class TrainLora(files.NamedOutput):
                     options=DENSITIES,
                     default="logit_normal",
                     tooltip="How sigma is drawn: uniform, logit_normal, shifted, or through the "
-                    "model's own "
-                    "schedule shift.",
+                    "model's own schedule shift.",
                 ),
                 io.Float.Input(
                     "density_mean",
@@ -126,8 +125,7 @@ class TrainLora(files.NamedOutput):
                     default="",
                     advanced=True,
                     tooltip="Regular expression over the model's Linears that take a LoRA. Empty: "
-                    "attention and "
-                    "MLP of the image stream.",
+                    "attention and MLP of the image stream.",
                 ),
                 io.String.Input(
                     "name",

@@ -101,8 +101,7 @@ class LoadTrainingFolder(io.ComfyNode):
                     "folder",
                     options=set_names(),
                     tooltip="A sub-folder of ComfyUI's input folder, or a set that comes with the "
-                    "pack. "
-                    "Pictures in sub-folders named N_name are repeated N times.",
+                    "pack. Pictures in sub-folders named N_name are repeated N times.",
                 )
             ],
             outputs=[
@@ -169,8 +168,7 @@ class TrainingSet(io.ComfyNode):
             category=wires.CATEGORY,
             is_input_list=True,
             description="Fits each picture to a grid of the native tier and encodes it. Without "
-            "CLIP or CONDITIONING "
-            "the model gets one zero token.",
+            "CLIP or CONDITIONING the model gets one zero token.",
             search_aliases=["dataset", "bucket", "lora training"],
             inputs=[
                 io.Model.Input("model", tooltip="The flow-matching model to measure or train."),
@@ -315,8 +313,7 @@ def _store_mask(
     if tuple(mask.shape) != size:
         raise ValueError(
             f"the mask of {name} is {mask.shape[1]}x{mask.shape[0]}, the picture "
-            f"{size[1]}x{size[0]}: "
-            "use masks of the pictures' sizes"
+            f"{size[1]}x{size[0]}: use masks of the pictures' sizes"
         )
     if not bool(mask.any()):
         raise ValueError(
@@ -339,8 +336,7 @@ def _report(made: arms.TrainingSet, said: str) -> str:
     ]
     lines += [
         f"{item.name} ({item.size[1]}x{item.size[0]}) is too small for tier {made.native_tier} and "
-        f"always trains "
-        f"at {made.pixel_size(item.native)[1]}x{made.pixel_size(item.native)[0]}."
+        f"always trains at {made.pixel_size(item.native)[1]}x{made.pixel_size(item.native)[0]}."
         for item in small
     ]
     if any(item.repeats > 1 for item in made.items):
@@ -428,8 +424,7 @@ class RepromoteLatents(io.ComfyNode):
             display_name="Repromote Latents",
             category=wires.CATEGORY,
             description="Downscales each picture to a lower tier and carries it back up to its "
-            "native grid: what the lost "
-            "detail alone costs, without the change of grid.",
+            "native grid: what the lost detail alone costs, without the change of grid.",
             inputs=[
                 wires.TrainingSet.Input(
                     "training_set", display_name="set", tooltip="A training set."
@@ -520,8 +515,7 @@ class TrainingSetToLatents(io.ComfyNode):
         if chosen is None:
             raise ValueError(
                 f"arm '{arm}' is not in the set, which has "
-                f"{', '.join(map(str, training_set.arms))}: "
-                "choose one of these or add it before"
+                f"{', '.join(map(str, training_set.arms))}: choose one of these or add it before"
             )
         items = [
             item for item in training_set.items if training_set.grid_of(item, chosen) is not None
