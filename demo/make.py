@@ -717,6 +717,24 @@ def save_state(path: Path, **state: object) -> None:
     path.with_suffix(".part").replace(path)
 
 
+def resume(
+    path: Path,
+    module: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    average: Average,
+    minutes: float,
+) -> tuple[int, Clock]:
+    """Step and clock to go on from: those of the checkpoint, which is loaded, or the start."""
+    if not path.exists():
+        return 0, Clock(minutes, 0.0)
+    saved = torch.load(path, weights_only=True)
+    module.load_state_dict(saved["model"])
+    optimiser.load_state_dict(saved["optimiser"])
+    average.shadow, average.steps = saved["average"], saved["step"]
+    torch.manual_seed(saved["step"])
+    return saved["step"], Clock(minutes, saved["seconds"])
+
+
 def vae_pixels(training: list[Path], work: Path) -> Tensor:
     """uint8 [N, 3, 128, 128] at the scale of the tier, made once."""
     path = work / "vae_crops.safetensors"
@@ -755,14 +773,7 @@ def train_vae(pixels: Tensor, work: Path, minutes: float, joint: bool) -> None:
     unit = nn.functional.normalize(components[:COMPONENTS])
     average = Average(trained, 0.998)
     optimiser = torch.optim.Adam(trained.parameters(), lr=VAE_RATE, betas=(0.9, 0.99))
-    step, clock = 0, Clock(minutes, 0.0)
-    if path.exists():
-        saved = torch.load(path, weights_only=True)
-        trained.load_state_dict(saved["model"])
-        optimiser.load_state_dict(saved["optimiser"])
-        average.shadow, average.steps = saved["average"], saved["step"]
-        step, clock = saved["step"], Clock(minutes, saved["seconds"])
-        torch.manual_seed(step)
+    step, clock = resume(path, trained, optimiser, average, minutes)
     running, reference = None, None
     while clock.done() < 1:
         for group in optimiser.param_groups:
@@ -913,14 +924,7 @@ def train_dit(latents: dict[str, Tensor], work: Path, minutes: float) -> None:
             module.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
     average = Average(dit, 0.998)
     optimiser = torch.optim.AdamW(dit.parameters(), lr=DIT_RATE, betas=(0.9, 0.99))
-    step, clock = 0, Clock(minutes, 0.0)
-    if path.exists():
-        saved = torch.load(path, weights_only=True)
-        dit.load_state_dict(saved["model"])
-        optimiser.load_state_dict(saved["optimiser"])
-        average.shadow, average.steps = saved["average"], saved["step"]
-        step, clock = saved["step"], Clock(minutes, saved["seconds"])
-        torch.manual_seed(step)
+    step, clock = resume(path, dit, optimiser, average, minutes)
     grids = sorted(latents)
     shares = torch.tensor([float(len(latents[grid])) for grid in grids])
     running = None

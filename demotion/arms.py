@@ -13,6 +13,7 @@ repromote:E    that downscaled picture carried back up to the native grid, then 
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -183,10 +184,9 @@ def store_picture(pixels: np.ndarray, cache: Path) -> Path:
     """Keep a uint8 picture or mask in the cache under its content hash."""
     path = cache / "pictures" / f"{content_hash(pixels)}.png"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        Image.fromarray(pixels).save(part, format="png", compress_level=1)
-        part.replace(path)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, format="png", compress_level=1)
+        measure.write_atomically(path, buffer.getvalue())
     return path
 
 

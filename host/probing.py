@@ -62,9 +62,7 @@ def run(
         if not todo:
             return measurement, path
         first = training_set.items[0]
-        live.check_additions(
-            live.latent_in(training_set.latent(first, arms.SRC)), first.conditioning
-        )
+        live.check_additions(live.load_arm(training_set, first, arms.SRC)[0], first.conditioning)
         parts = adapter.Adapter(live.network, weights).parts
         subject = None
         for item, sigma_bin in todo:
@@ -105,11 +103,7 @@ def _subject(
 ) -> probe.Subject:
     latents, weights = {}, {}
     for arm in _arms_of(training_set, item):
-        source = arms.SRC if arm == arms.NULL else arm
-        latent = live.latent_in(training_set.latent(item, source))
-        mask = item.loss_weights(tuple(latent.shape[-2:]))
-        latents[str(arm)] = latent
-        weights[str(arm)] = mask if mask is None else mask.to(latent.device)
+        latents[str(arm)], weights[str(arm)] = live.load_arm(training_set, item, arm)
     return probe.Subject(item.image, latents, weights, item.conditioning)
 
 

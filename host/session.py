@@ -23,6 +23,7 @@ import torch
 from comfy_kitchen.backends.eager import rope
 from torch.overrides import TorchFunctionMode
 
+from ..demotion import arms
 from . import families
 from .fingerprint import fingerprint
 from .velocity import Velocity
@@ -80,6 +81,14 @@ class Session:
         float32."""
         latent = raw[None].to(self.patcher.load_device, torch.float32)
         return self.patcher.model.process_latent_in(latent).clone()
+
+    def load_arm(
+        self, training_set: arms.TrainingSet, item: arms.Item, arm: arms.Arm
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Model latent of an item's arm, and its loss weights [h, w] or None, on the device."""
+        latent = self.latent_in(training_set.latent(item, arms.SRC if arm == arms.NULL else arm))
+        weights = item.loss_weights(tuple(latent.shape[-2:]))
+        return latent, weights if weights is None else weights.to(latent.device)
 
     def check_additions(self, latent: torch.Tensor, conditioning: list) -> None:
         """Compare one forward with the additions left in place: the same to the last bit, or they

@@ -102,16 +102,11 @@ def _differences(live: session.Session, opened: gate.Gate) -> list[str]:
 
 
 def _pupil(live: session.Session, training_set: arms.TrainingSet, item: arms.Item) -> train.Pupil:
-    native = live.latent_in(training_set.latent(item, arms.SRC))
-    demoted = {
-        arm.tier: live.latent_in(training_set.latent(item, arm))
-        for arm in training_set.arms_of(item)
-        if arm.kind == "demote"
-    }
-    weights = {}
-    for tier, latent in {None: native, **demoted}.items():
-        mask = item.loss_weights(tuple(latent.shape[-2:]))
-        weights[tier] = mask if mask is None else mask.to(latent.device)
+    native, native_weights = live.load_arm(training_set, item, arms.SRC)
+    demoted, weights = {}, {None: native_weights}
+    for arm in training_set.arms_of(item):
+        if arm.kind == "demote":
+            demoted[arm.tier], weights[arm.tier] = live.load_arm(training_set, item, arm)
     return train.Pupil(native, demoted, weights, item.conditioning, item.repeats)
 
 

@@ -105,6 +105,18 @@ def graph(name: str, **changes) -> dict:
     return prompt
 
 
+def gate_by_hand(native: int, target: int) -> dict:
+    return node(
+        "DemotionGateByHand",
+        native_tier=native,
+        target_tier=target,
+        sigma_low=0.5,
+        sigma_high=1.0,
+        span="always",
+        span_fraction=0.5,
+    )
+
+
 def only(prompt: dict, *outputs: str) -> dict:
     """The part of a prompt that these nodes need."""
     needed, todo = {}, list(outputs)
@@ -260,15 +272,7 @@ def test_cancel_keeps_the_cells_and_the_same_queue_continues_to_the_same_bytes(s
 
 def test_a_cancelled_training_continues_to_the_same_lora(server):
     prompt = graph(pictures(server.base, "stopped"), train={"steps": 30, "name": "stopped"})
-    prompt["gate"] = node(
-        "DemotionGateByHand",
-        native_tier=TIER,
-        target_tier=48,
-        sigma_low=0.5,
-        sigma_high=1.0,
-        span="always",
-        span_fraction=0.5,
-    )
+    prompt["gate"] = gate_by_hand(TIER, 48)
     prompt = only(prompt, "train")
     interrupted_after(server, prompt, "train", 5)
     assert list((server.output / "demotion" / "training").glob("*.pt"))
@@ -429,15 +433,7 @@ def test_captions_that_do_not_match_are_counted(server):
 def test_a_gate_for_another_tier_is_refused_before_a_step(server, whole):
     def by_hand(native: int, target: int) -> dict:
         prompt = graph("whole")
-        prompt["gate"] = node(
-            "DemotionGateByHand",
-            native_tier=native,
-            target_tier=target,
-            sigma_low=0.5,
-            sigma_high=1.0,
-            span="always",
-            span_fraction=0.5,
-        )
+        prompt["gate"] = gate_by_hand(native, target)
         return only(prompt, "train")
 
     refused(server, by_hand(80, 64), "does not start at the set's native tier 64")
@@ -445,15 +441,7 @@ def test_a_gate_for_another_tier_is_refused_before_a_step(server, whole):
     prompt["set"]["inputs"]["native_tier"] = 64
     refused(server, prompt, "native tier 64")
     prompt = graph("whole")
-    prompt["gate"] = node(
-        "DemotionGateByHand",
-        native_tier=TIER,
-        target_tier=48,
-        sigma_low=0.5,
-        sigma_high=1.0,
-        span="always",
-        span_fraction=0.5,
-    )
+    prompt["gate"] = gate_by_hand(TIER, 48)
     prompt["train"]["inputs"]["training_set"] = ["set", 0]
     refused(server, only(prompt, "train"), "not demoted to it", "target tier 48")
     refused(server, by_hand(64, 80), "does not go down")
