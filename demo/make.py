@@ -711,8 +711,22 @@ class Clock:
         return self.seconds() / (60 * self.minutes)
 
 
-def save_state(path: Path, **state: object) -> None:
-    """Write a checkpoint so that a stop in between leaves the previous one."""
+def save_state(
+    path: Path,
+    module: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    average: Average,
+    step: int,
+    clock: Clock,
+) -> None:
+    """Write what `resume` reads, so that a stop in between leaves the previous checkpoint."""
+    state = {
+        "model": module.state_dict(),
+        "optimiser": optimiser.state_dict(),
+        "average": average.shadow,
+        "step": step,
+        "seconds": clock.seconds(),
+    }
     torch.save(state, path.with_suffix(".part"))
     path.with_suffix(".part").replace(path)
 
@@ -809,14 +823,7 @@ def train_vae(pixels: Tensor, work: Path, minutes: float, joint: bool) -> None:
             label = f"{path.stem} {step}, {clock.seconds():.0f} s"
             print(f"{label}, {psnr:.2f} dB, PCA {known:.2f}", flush=True)
         if step % 200 == 0 or clock.done() >= 1:
-            save_state(
-                path,
-                model=trained.state_dict(),
-                optimiser=optimiser.state_dict(),
-                average=average.shadow,
-                step=step,
-                seconds=clock.seconds(),
-            )
+            save_state(path, trained, optimiser, average, step, clock)
 
 
 @torch.no_grad()
@@ -948,14 +955,7 @@ def train_dit(latents: dict[str, Tensor], work: Path, minutes: float) -> None:
         if step % 50 == 0:
             print(f"DiT step {step}, {clock.seconds():.0f} s, loss {running:.4f}", flush=True)
         if step % 100 == 0 or clock.done() >= 1:
-            save_state(
-                path,
-                model=dit.state_dict(),
-                optimiser=optimiser.state_dict(),
-                average=average.shadow,
-                step=step,
-                seconds=clock.seconds(),
-            )
+            save_state(path, dit, optimiser, average, step, clock)
     comfy.model_management.in_training = False
 
 
