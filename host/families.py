@@ -1,8 +1,14 @@
-"""What the pack knows of a model family: patch, and which Linears take a LoRA by default."""
+"""What the pack knows of a model family: its patch, the Linears that take a LoRA, its empty text.
+
+A family that is not listed works if its model is flow matching, tells its patch, and its blocks
+hold Linears; otherwise it is refused by name.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import comfy.model_base
@@ -13,35 +19,61 @@ from ..demotion import draws
 
 FLOW = (comfy.model_sampling.CONST, comfy.model_sampling.COSMOS_RFLOW)
 
+Shape = tuple[int, ...]
+# Shapes of a conditioning of one token: of the token, and of the entries beside it.
+Text = tuple[Shape, dict[str, Shape]]
+
 
 @dataclass(frozen=True)
 class Family:
     """A family of flow transformers.
 
-    patch    latent cells on a token's edge
-    targets  pattern of the Linears (names inside the diffusion model) that take a LoRA: the image
-             stream's attention and MLP
+    patch           latent cells on a token's edge
+    targets         pattern of the Linears (names inside the diffusion model) that take a LoRA: at
+                    least the image stream's attention and MLP
+    text            shapes of its shortest conditioning, from the diffusion model; None if unknown
+    token_multiple  the model pads the image's tokens to a multiple of this
     """
 
     name: str
     patch: int
     targets: str
+    text: Callable[[torch.nn.Module], Text] | None = None
+    token_multiple: int = 1
 
 
+def _flux_text(network: torch.nn.Module) -> Text:
+    pooled = network.params.vec_in_dim
+    beside = {"pooled_output": (1, pooled)} if pooled else {}
+    return (1, 1, network.txt_in.in_features), beside
+
+
+def _wan_text(network: torch.nn.Module) -> Text:
+    return (1, 1, network.text_embedding[0].in_features), {}
+
+
+def _cosmos_text(network: torch.nn.Module) -> Text:
+    return (1, 1, network.blocks[0].cross_attn.k_proj.in_features), {}
+
+
+# By the class of ComfyUI's model (comfy/model_base.py).
 FAMILIES = {
     "Flux": Family(
-        "Flux", 2, r"^double_blocks\.\d+\.img_(attn|mlp)\.|^single_blocks\.\d+\.linear[12]$"
+        "Flux",
+        2,
+        r"^double_blocks\.\d+\.img_(attn|mlp)\.|^single_blocks\.\d+\.linear[12]$",
+        _flux_text,
     ),
-    "Anima": Family("Anima", 2, r"^blocks\.\d+\.(self_attn|cross_attn|mlp)\."),
-    "WAN21": Family("Wan 2.1", 2, r"^blocks\.\d+\.(self_attn|cross_attn|ffn)\."),
+    "Anima": Family("Anima", 2, r"^blocks\.\d+\.(self_attn|cross_attn|mlp)\.", _cosmos_text),
+    "WAN21": Family("Wan 2.1", 2, r"^blocks\.\d+\.(self_attn|cross_attn|ffn)\.", _wan_text),
 }
 
 
 def family_of(model: comfy.model_base.BaseModel) -> Family:
     """Family of a loaded model.
 
-    Raises ValueError, naming its kind, for a model that is not flow matching or whose family is not
-    supported yet.
+    Raises ValueError, naming its kind, for a model that is not flow matching, and for one of an
+    unlisted family whose patch or blocks cannot be told.
     """
     kind = type(model).__name__
     sampling = model.model_sampling
@@ -55,12 +87,31 @@ def family_of(model: comfy.model_base.BaseModel) -> Family:
             f"MODEL is a {kind} of type {model.model_type.name}, which is not plain flow matching: "
             f"use a flow-matching model ({', '.join(f.name for f in FAMILIES.values())})"
         )
-    if kind not in FAMILIES:
+    return FAMILIES.get(kind) or _unlisted(kind, model.diffusion_model)
+
+
+def _unlisted(kind: str, network: torch.nn.Module) -> Family:
+    patch = getattr(network, "patch_size", None)
+    edges = set(patch[-2:]) if isinstance(patch, (tuple, list)) else {patch}
+    lists = sorted({name.rpartition(".")[0] for name in blocks(network)})
+    if not lists or len(edges) > 1 or not isinstance(next(iter(edges)), int):
         raise ValueError(
-            f"MODEL is a {kind}, a family this version does not know: "
-            f"use one of {', '.join(f.name for f in FAMILIES.values())}"
+            f"MODEL is a {kind}, a family this version does not know, and its patch or its blocks "
+            f"cannot be told: use one of {', '.join(f.name for f in FAMILIES.values())}"
         )
-    return FAMILIES[kind]
+    return Family(kind, edges.pop(), rf"^({'|'.join(map(re.escape, lists))})\.\d+\.")
+
+
+def blocks(network: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The outermost modules of a diffusion model's lists that hold Linears, by name."""
+    found = {}
+    for name, module in network.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, torch.nn.ModuleList) and not inside:
+            found |= {
+                f"{name}.{index}": block for index, block in enumerate(module) if linears(block)
+            }
+    return found
 
 
 def linears(diffusion_model: torch.nn.Module) -> dict[str, torch.nn.Linear]:

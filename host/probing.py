@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..demotion import adapter, arms, draws, measure, probe
-from . import families, lora_file, session, text
+from . import families, lora_file, rotary, session, text
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ def run(
                 f"bin {sigma_bin[0]:g}-{sigma_bin[1]:g} leaves the model's sigma range "
                 f"{low:g}-{high:.5g}: choose bins inside it"
             )
+    rotary.check_unaligned(model)
+    if any(arm.rotary for arm in training_set.arms):
+        rotary.check(model, [item.conditioning for item in training_set.items])
     given = None if options.lora is None else lora_file.read(options.lora, model.model)
     items = {item.image: item for item in training_set.items}
     with session.open_session(model) as live:
@@ -63,7 +66,7 @@ def run(
             return measurement, path
         first = training_set.items[0]
         live.check_additions(live.load_arm(training_set, first, arms.SRC)[0], first.conditioning)
-        parts = adapter.Adapter(live.network, weights).parts
+        parts = live.adapt(weights).parts
         subject = None
         for item, sigma_bin in todo:
             if subject is None or subject.image != item.image:

@@ -4,13 +4,14 @@ is changed.
 The model is a private copy loaded from its file, so the caller's is never touched. Inside,
 ComfyUI's inference mode is off, its training switch on, its fused rotary kernels (which have no
 backward) replaced by their eager twins, and augmented additions of activations done out of place,
-so that what autograd saved is not overwritten.
+so that what autograd saved is not overwritten. Weights that do not fit on the device are streamed,
+each into memory of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,10 @@ import comfyui_version
 import torch
 from comfy_kitchen.backends.eager import rope
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
-from ..demotion import arms
-from . import families
+from ..demotion import adapter, arms
+from . import families, nested
 from .fingerprint import fingerprint
 from .velocity import Velocity
 
@@ -38,14 +40,28 @@ class OutOfPlaceAdditions(TorchFunctionMode):
     `Session.check_additions` looks for.
     """
 
+    enabled = True
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.add_ and torch.is_grad_enabled() and _in_graph(args):
+        augmented = func is torch.Tensor.add_ and self.enabled and torch.is_grad_enabled()
+        if augmented and _in_graph(args):
             return torch.add(*args, **(kwargs or {})).to(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
 
 def _in_graph(tensors: tuple) -> bool:
     return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
+
+
+# How precisely the model computes; "model" is as ComfyUI would for inference.
+COMPUTE = {
+    "model": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+# fp16 has gradients down to 6e-8 only, and those of a mean over many latent elements are smaller.
+FP16_SCALE = 2.0**12
 
 
 @dataclass
@@ -56,7 +72,8 @@ class Session:
     family: families.Family
     velocity: Velocity
     fingerprint: str
-    modes: ExitStack
+    additions: OutOfPlaceAdditions
+    checkpointing: bool
 
     @property
     def network(self) -> torch.nn.Module:
@@ -74,7 +91,21 @@ class Session:
             "torch": torch.__version__,
             "comfyui": comfyui_version.__version__,
             "attention": comfy.ldm.modules.attention.optimized_attention.__name__,
+            "checkpointing": self.checkpointing,
         }
+
+    @property
+    def device(self) -> torch.device:
+        return self.patcher.load_device
+
+    def adapt(self, weights: adapter.Weights) -> adapter.Adapter:
+        """Inject an adapter. Under fp16 its gradients are scaled back after the velocity's were
+        scaled up."""
+        layers = adapter.Adapter(self.network, weights)
+        if self.velocity.gradient_scale != 1:
+            for parameter in layers.parameters:
+                parameter.register_hook(lambda gradient: gradient / self.velocity.gradient_scale)
+        return layers
 
     def latent_in(self, raw: torch.Tensor) -> torch.Tensor:
         """Raw VAE latent [C, ..., h, w] -> model latent x [1, C, ..., h, w] on the model's device,
@@ -101,7 +132,7 @@ class Session:
         # A latent that asks for a gradient puts every activation in the graph, as an adapter would.
         converted = self.velocity(latent.clone().requires_grad_(), 0.5, conditioning).detach()
         if not torch.equal(plain, converted):
-            self.modes.close()
+            self.additions.enabled = False
 
 
 def check_loadable(model: comfy.model_patcher.ModelPatcher) -> None:
@@ -114,62 +145,121 @@ def check_loadable(model: comfy.model_patcher.ModelPatcher) -> None:
 
 
 @contextmanager
-def open_session(model: comfy.model_patcher.ModelPatcher) -> Iterator[Session]:
+def open_session(
+    model: comfy.model_patcher.ModelPatcher,
+    compute: str = "model",
+    checkpointing: bool = False,
+    memory: float = 0,
+) -> Iterator[Session]:
     """Open a session on a private copy of a MODEL.
 
-    Raises ValueError for a model that is not of a supported family or cannot be copied.
+    compute        precision of the forward and backward, a key of COMPUTE
+    checkpointing  whether a block keeps only its input and computes the rest again for the backward
+    memory         bytes on the device to leave for activations and adapter; what the model then
+                   lacks is streamed
+
+    Raises ValueError for a model that is not of a supported family or cannot be copied, and for one
+    that must be streamed without checkpointing.
     """
     family = families.family_of(model.model)
     check_loadable(model)
-    with torch.inference_mode(False), torch.enable_grad():
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_switched(comfy.model_management, in_training=True, NUM_STREAMS=0))
         patcher = model.clone(disable_dynamic=True, force_deepcopy=True)
         patcher.model.requires_grad_(False)
-        try:
-            comfy.model_management.load_models_gpu(
-                [patcher], memory_required=1e20, force_full_load=True
+        if COMPUTE[compute] is not None:
+            patcher.set_model_compute_dtype(COMPUTE[compute])
+        stack.callback(_unload, patcher)
+        comfy.model_management.load_models_gpu([patcher], memory_required=memory)
+        if patcher.model.model_lowvram and not checkpointing:
+            raise ValueError(
+                f"MODEL does not fit on the device beside {memory / 2**30:.1f} GB of activations, "
+                "and streamed weights would all be kept for the backward: turn checkpointing on"
             )
-            patcher.pre_run()
-            with _training_switch(), _eager_rope(), ExitStack() as modes:
-                modes.enter_context(OutOfPlaceAdditions())
-                yield Session(
-                    patcher,
-                    family,
-                    Velocity(patcher),
-                    fingerprint(patcher.model.diffusion_model),
-                    modes,
+        patcher.pre_run()
+        stack.enter_context(_eager_rope())
+        live = Session(
+            patcher,
+            family,
+            Velocity(patcher, FP16_SCALE if compute == "fp16" else 1.0),
+            fingerprint(patcher.model.diffusion_model),
+            stack.enter_context(OutOfPlaceAdditions()),
+            checkpointing,
+        )
+        if checkpointing:
+            for block in families.blocks(live.network).values():
+                block.forward = _checkpointed(block.forward, live.additions)
+        yield live
+
+
+def _checkpointed(
+    forward: Callable[..., Any], additions: OutOfPlaceAdditions
+) -> Callable[..., Any]:
+    """A block's forward that keeps its inputs only, and computes the rest again in the backward.
+
+    The second time may come in another thread, where modes are off, and after the network has gone
+    on to change what it passed: so dictionaries are kept as they were, the block is given copies it
+    may write into, and an input that was written into since is an error.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        tensors: list[torch.Tensor] = []
+        kept = nested.mapped((args, kwargs), lambda tensor: tensors.append(tensor) or tensor)
+        versions = [tensor._version for tensor in tensors]
+
+        def run() -> Any:
+            if versions != [tensor._version for tensor in tensors]:
+                raise RuntimeError(
+                    "an input of a checkpointed block was overwritten before the backward: turn "
+                    "checkpointing off for this model"
                 )
-        finally:
-            patcher.cleanup()
-            loaded = comfy.model_management.current_loaded_models
-            loaded[:] = [entry for entry in loaded if entry.model is not patcher]
+            own_args, own_kwargs = nested.mapped(kept, torch.clone)
+            return forward(*own_args, **own_kwargs)
+
+        return checkpoint(
+            run,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), additions),
+        )
+
+    return call
+
+
+def _unload(patcher: comfy.model_patcher.ModelPatcher) -> None:
+    patcher.cleanup()
+    loaded = comfy.model_management.current_loaded_models
+    loaded[:] = [entry for entry in loaded if entry.model is not patcher]
 
 
 @contextmanager
-def _training_switch() -> Iterator[None]:
-    before = comfy.model_management.in_training
-    comfy.model_management.in_training = True
+def _switched(owner: Any, **values: Any) -> Iterator[None]:
+    """Attributes of a module set to values, and set back."""
+    before = {name: getattr(owner, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        comfy.model_management.in_training = before
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
-@contextmanager
-def _eager_rope() -> Iterator[None]:
+def _eager_rope() -> AbstractContextManager[None]:
+    """ComfyUI's rotary kernels as their eager twins, which have a backward."""
     kernels = comfy.quant_ops.ck
-    names = [
-        name
-        for name in vars(rope)
+    twins = {
+        name: twin
+        for name, twin in vars(rope).items()
         if "rope" in name
         and not name.startswith("_")
-        and callable(vars(rope)[name])
+        and callable(twin)
         and hasattr(kernels, name)
-    ]
-    before = {name: getattr(kernels, name) for name in names}
-    try:
-        for name in names:
-            setattr(kernels, name, getattr(rope, name))
-        yield
-    finally:
-        for name, kernel in before.items():
-            setattr(kernels, name, kernel)
+    }
+    return _switched(kernels, **twins)
+
+

@@ -9,6 +9,8 @@ from typing import Any
 import comfy.model_base
 import torch
 
+from . import families, nested
+
 REFUSED = (
     "area",
     "mask",
@@ -28,26 +30,18 @@ def encode_captions(clip, captions: Sequence[str]) -> list[list]:
 
 
 def zero_conditioning(model: comfy.model_base.BaseModel) -> list:
-    """Conditioning for a run without a text encoder: one zero token, and a zero pooled vector where
-    one is used.
+    """Conditioning for a run without a text encoder: one zero token, and zeros for what the family
+    takes beside it.
 
     Raises ValueError when the family's text width is not known.
     """
-    network = model.diffusion_model
-    pooled = {}
-    if isinstance(model, comfy.model_base.Flux):
-        width = network.txt_in.in_features
-        if network.params.vec_in_dim:
-            pooled = {"pooled_output": torch.zeros(1, network.params.vec_in_dim)}
-    elif isinstance(model, comfy.model_base.WAN21):
-        width = network.text_embedding[0].in_features
-    elif isinstance(model, comfy.model_base.Anima):
-        width = network.blocks[0].cross_attn.k_proj.in_features
-    else:
+    family = families.family_of(model)
+    if family.text is None:
         raise ValueError(
-            f"no zero token is known for a {type(model).__name__}: connect CLIP or CONDITIONING"
+            f"no empty text is known for a {family.name}: connect CLIP or CONDITIONING"
         )
-    return [[torch.zeros(1, 1, width), pooled]]
+    token, beside = family.text(model.diffusion_model)
+    return [[torch.zeros(token), {name: torch.zeros(shape) for name, shape in beside.items()}]]
 
 
 def check_plain(conditioning: list, name: str) -> None:
@@ -68,13 +62,7 @@ def check_plain(conditioning: list, name: str) -> None:
 def own_copy(value: Any) -> Any:
     """The same nested data with its tensors cloned: what other nodes hand over cannot be saved for
     backward."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: own_copy(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(own_copy(entry) for entry in value)
-    return value
+    return nested.mapped(value, torch.clone)
 
 
 def conditioning_hash(value: Any) -> str:

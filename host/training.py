@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..demotion import adapter, arms, gate, grid, train
-from . import families, probing, session, text
+from . import families, probing, rotary, session, text
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,9 @@ def run(
     the first step for what does not fit.
     """
     check(training_set, opened)
+    rotary.check_unaligned(model)
+    if any(rule.rotary for rule in opened.rules):
+        rotary.check(model, [item.conditioning for item in training_set.items])
     with session.open_session(model) as live:
         linears = families.linears(live.network)
         targets = adapter.match_targets(linears, probing.targets_of(live.family, options.targets))
@@ -72,7 +75,7 @@ def run(
         )
         pupils = [_pupil(live, training_set, item) for item in training_set.items]
         live.check_additions(pupils[0].native, pupils[0].context)
-        trained = adapter.Adapter(live.network, start)
+        trained = live.adapt(start)
         state = folder / f"{_key(live, training_set, opened, options, targets)}.pt"
         history = train.train(
             pupils,
@@ -105,7 +108,7 @@ def _pupil(live: session.Session, training_set: arms.TrainingSet, item: arms.Ite
     native, native_weights = live.load_arm(training_set, item, arms.SRC)
     demoted, weights = {}, {None: native_weights}
     for arm in training_set.arms_of(item):
-        if arm.kind == "demote":
+        if arm.kind == "demote" and arm.tier not in demoted:
             demoted[arm.tier], weights[arm.tier] = live.load_arm(training_set, item, arm)
     return train.Pupil(native, demoted, weights, item.conditioning, item.repeats)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import comfy.model_patcher
@@ -10,6 +11,8 @@ import comfy.sampler_helpers
 import comfy.samplers
 import torch
 
+from ..demotion import rotary as alignments
+from . import rotary as doors
 from . import text
 
 
@@ -18,11 +21,14 @@ class Velocity:
 
     Conditioning is prepared once per (conditioning, latent shape), as the host's sampler prepares
     it before its first step. The model's own sigma, its x0 prediction and the velocity are related
-    by v = (z - x0)/sigma.
+    by v = (z - x0)/sigma. Gradients that flow back into the model are multiplied by gradient_scale.
     """
 
-    def __init__(self, patcher: comfy.model_patcher.ModelPatcher) -> None:
+    def __init__(
+        self, patcher: comfy.model_patcher.ModelPatcher, gradient_scale: float = 1.0
+    ) -> None:
         self.model = patcher.model
+        self.gradient_scale = gradient_scale
         self.device = patcher.load_device
         self.options = comfy.model_patcher.create_model_options_clone(patcher.model_options)
         # Read by families whose forward looks up its place in the schedule.
@@ -32,18 +38,31 @@ class Velocity:
         self.rescaled = isinstance(self.model.model_sampling, comfy.model_sampling.COSMOS_RFLOW)
         self._prepared: dict[tuple[int, torch.Size], tuple[Any, list]] = {}
 
-    def __call__(self, z: torch.Tensor, sigma: float, conditioning: list) -> torch.Tensor:
-        """z [B, C, ..., H, W] at one sigma in (0, 1] -> velocity of the same shape, float32."""
+    def __call__(
+        self,
+        z: torch.Tensor,
+        sigma: float,
+        conditioning: list,
+        rotary: alignments.Alignment | None = None,
+    ) -> torch.Tensor:
+        """z [B, C, ..., H, W] at one sigma in (0, 1] -> velocity of the same shape, float32.
+
+        With a rotary alignment the forward is that of a demoted grid aligned to its native one.
+        """
         level = torch.full((z.shape[0],), sigma, device=z.device, dtype=torch.float32)
         state = z
         if self.rescaled:
             level = level / (1 - level)
             state = z / (1 - sigma)
         conds = self._prepare(conditioning, z)
-        denoised = comfy.samplers.calc_cond_batch(self.model, [conds], state, level, self.options)[
-            0
-        ]
-        return (z - denoised) / sigma
+        with doors.aligned(self.model, rotary, z.shape, sigma) if rotary else nullcontext():
+            denoised = comfy.samplers.calc_cond_batch(
+                self.model, [conds], state, level, self.options
+            )[0]
+        predicted = (z - denoised) / sigma
+        if self.gradient_scale != 1 and predicted.requires_grad:
+            predicted.register_hook(lambda gradient: gradient * self.gradient_scale)
+        return predicted
 
     def _prepare(self, conditioning: list, z: torch.Tensor) -> list:
         key = id(conditioning), z.shape

@@ -144,7 +144,7 @@ def test_without_the_sessions_additions_these_blocks_have_no_gradient(model, con
     from pack.host import session
 
     with session.open_session(model) as live:
-        live.modes.close()
+        live.additions.enabled = False
         with pytest.raises(RuntimeError, match="inplace operation"):
             gradients(live, conditioning)
 
@@ -165,10 +165,7 @@ def test_a_model_that_ignores_the_result_of_an_addition_keeps_it(
 
         monkeypatch.setattr(network, "forward", ignoring)
         live.check_additions(LATENT, conditioning)
-        assert not any(
-            isinstance(mode, session.OutOfPlaceAdditions)
-            for mode in torch.overrides._get_current_function_mode_stack()
-        )
+        assert not live.additions.enabled
 
 
 def test_models_that_cannot_be_right_are_refused_by_name(comfy, model):

@@ -111,7 +111,7 @@ def taesd(folder: Path) -> Path:
     import comfy.taesd.taesd
 
     network = comfy.taesd.taesd.TAESD(latent_channels=16)
-    state = _filled(network.state_dict(), 0.05)
+    state = filled(network.state_dict(), 0.05)
     state |= {"vae_scale": torch.tensor(0.3611), "vae_shift": torch.tensor(0.1159)}
     path = folder / "toy_taesd.safetensors"
     save_file(state, path)
@@ -134,17 +134,17 @@ def wan_vae(folder: Path) -> Path:
         dropout=0.0,
     )
     path = folder / "toy_wan_vae.safetensors"
-    save_file(_filled(network.state_dict(), 0.05), path)
+    save_file(filled(network.state_dict(), 0.05), path)
     return path
 
 
 def _save(network: torch.nn.Module, path: Path, prefix: str, extra: dict | None = None) -> Path:
-    state = {f"{prefix}{key}": value for key, value in _filled(network.state_dict(), STD).items()}
+    state = {f"{prefix}{key}": value for key, value in filled(network.state_dict(), STD).items()}
     save_file(state | {f"{prefix}{key}": value for key, value in (extra or {}).items()}, path)
     return path
 
 
-def _filled(state: dict[str, torch.Tensor], std: float) -> dict[str, torch.Tensor]:
+def filled(state: dict[str, torch.Tensor], std: float) -> dict[str, torch.Tensor]:
     """Normal values for matrices, values near 1 for the scales of norms, small ones for biases."""
     generator = torch.Generator().manual_seed(1)
     filled = {}
