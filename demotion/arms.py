@@ -6,6 +6,8 @@ null           the same latent under noise of its own: the instrument's zero
 reenc          the native latent decoded and encoded again: the price of the VAE round trip
 demote:E       the picture downscaled in pixel space to tier E, then encoded: what training would
                see
+demote:E+MODE  the same latent under the same noise, with a rotary alignment of its grid to the
+               native one (rotary.py)
 repromote:E    that downscaled picture carried back up to the native grid, then encoded: data
                without the grid
 """
@@ -31,18 +33,26 @@ PIXELS = "lanczos-1"
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm by kind and, for demote and repromote, target tier in pixels."""
+    """An arm by kind; for demote and repromote target tier in pixels; for demote rotary mode."""
 
     kind: str
     tier: int | None = None
+    rotary: str | None = None
 
     def __str__(self) -> str:
-        return self.kind if self.tier is None else f"{self.kind}:{self.tier}"
+        tier = "" if self.tier is None else f":{self.tier}"
+        return f"{self.kind}{tier}+{self.rotary}" if self.rotary else f"{self.kind}{tier}"
 
     @classmethod
     def parse(cls, name: str) -> Arm:
-        kind, _, tier = name.partition(":")
-        return cls(kind, int(tier) if tier else None)
+        plain, _, rotary = name.partition("+")
+        kind, _, tier = plain.partition(":")
+        return cls(kind, int(tier) if tier else None, rotary or None)
+
+    @property
+    def plain(self) -> Arm:
+        """The arm without its rotary alignment, whose latent and noise it shares."""
+        return replace(self, rotary=None)
 
 
 SRC, NULL, REENC = Arm("src"), Arm("null"), Arm("reenc")
@@ -144,7 +154,7 @@ class TrainingSet:
         named_by = (
             item.image,
             item.native,
-            str(arm),
+            str(arm.plain),
             self.grid_of(item, arm),
             self.codec.fingerprint,
             PIXELS,

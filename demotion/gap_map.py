@@ -22,7 +22,7 @@ from .grid import token_count
 from .measure import Cell, Measurement, read_json, reading, write_atomically
 
 FORMAT = "demotion-gap-map"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class GapMap:
     """Gaps of all arms and bins, and everything they depend on.
 
     settings are the measurement's: model, adapter, seeds, grids, environment. draws is the draw
-    count of the cells, images the number of images measured.
+    count of the cells, images the number of images measured. checks are those of the instrument.
     """
 
     estimand: str
@@ -100,6 +100,7 @@ class GapMap:
     images: int
     settings: dict[str, Any]
     gaps: tuple[Gap, ...]
+    checks: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def arms(self) -> list[str]:
@@ -136,6 +137,8 @@ class GapMap:
         """Read a map. Raises ValueError when the file is none, damaged or of a later version."""
         with reading(path) as file:
             data = read_json(file, FORMAT, VERSION)
+            # Version 1 had no checks.
+            data.setdefault("checks", {})
             fields = {field.name: data[field.name] for field in dataclasses.fields(cls)}
             return cls(**fields | {"gaps": tuple(map(_gap_from_json, data["gaps"]))})
 
@@ -146,8 +149,11 @@ def is_route(arm: str) -> bool:
 
 
 def arm_title(arm: str, native_tier: int) -> str:
-    """How an arm is shown: a route as "256 -> 192", another by its name."""
-    return f"{native_tier} -> {Arm.parse(arm).tier}" if is_route(arm) else arm.replace(":", " ")
+    """How an arm is shown: a route as "256 -> 192" or "256 -> 192 yarn", another by its name."""
+    if not is_route(arm):
+        return arm.replace(":", " ")
+    route = Arm.parse(arm)
+    return f"{native_tier} -> {route.tier} {route.rotary or ''}".rstrip()
 
 
 def gap_map(measurement: Measurement, *, estimator: str = "one_set",
@@ -175,7 +181,7 @@ def gap_map(measurement: Measurement, *, estimator: str = "one_set",
     gaps = [gap for family in families for gap in _family_gaps(context, family)]
     return GapMap(estimand="ratio", estimator=estimator, control=control, margin=margin,
                   key=measurement.key, draws=max(cell.count for cell in cells.values()),
-                  images=len(images), settings=measurement.settings, gaps=tuple(gaps))
+                  images=len(images), settings=measurement.settings, gaps=tuple(gaps), checks=measurement.checks)
 
 
 def headline(gap_map: GapMap) -> str:
@@ -187,7 +193,8 @@ def headline(gap_map: GapMap) -> str:
 
 def summary(gap_map: GapMap) -> str:
     """The map as a plain text table."""
-    lines = [headline(gap_map), "", f"{'arm':14} {'sigma':11} {'distance':>8} "
+    width = max([14, *(len(arm_title(arm, gap_map.native_tier)) for arm in gap_map.arms)])
+    lines = [headline(gap_map), "", f"{'arm':{width}} {'sigma':11} {'distance':>8} "
              f"{'simultaneous 95 %':>18} {'signal':>9}  verdict"]
     for gap in gap_map.gaps:
         sigma = f"{gap.bin[0]:.3f}-{gap.bin[1]:.3f}"
@@ -196,10 +203,23 @@ def summary(gap_map: GapMap) -> str:
         settled = gap.verdict in (verdict.SAFE, verdict.UNSAFE)
         at_margin = f" at {gap_map.margin:g}" if settled else ""
         relative = f", relative to {gap.control}" if gap.control else ""
-        lines.append(f"{arm_title(gap.arm, gap_map.native_tier):14} {sigma:11} {distance:>8} "
+        lines.append(f"{arm_title(gap.arm, gap_map.native_tier):{width}} {sigma:11} {distance:>8} "
                      f"{band:>18} {gap.with_signal:3} of {gap.images:<3}  "
                      f"{gap.verdict}{at_margin}{relative}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *precision(gap_map)])
+
+
+def precision(gap_map: GapMap) -> list[str]:
+    """How far the compute precision moves a gradient, beside the margin; empty if not measured."""
+    check = gap_map.checks.get("precision")
+    if check is None:
+        return []
+    moved = 1 - float(np.mean(check["cosines"]))
+    beyond = moved > gap_map.margin
+    return ["", f"{'Warning: ' if beyond else ''}{check['dtype']} moves a gradient by {moved:.4f} "
+            f"(1 - cosine to float32, mean of {len(check['cosines'])} draws)"
+            + (f", more than the margin {gap_map.margin:g}: compute in a higher precision, or "
+               "measure and train in this one only." if beyond else ".")]
 
 
 def _check(measurement: Measurement, estimator: str, control: str | None, margin: float) -> None:

@@ -18,9 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from . import verdict
+from . import rotary, verdict
 from .arms import Arm
-from .gap_map import Gap, GapMap, arm_title, is_route
+from .gap_map import GapMap, arm_title, is_route
 from .grid import check_route
 from .measure import read_json, reading, write_atomically
 
@@ -44,10 +44,10 @@ class Rule:
     window  lo <= sigma < hi
     span    which steps of a run: "always"; "early:q" and "late:q", the first and the last fraction
             q of the steps; "spread:q", a fraction q spread evenly over the run
-    rotary  name of the rotary alignment of the demoted step, or None
+    rotary  mode of the rotary alignment of the demoted step, or None
 
     Raises ValueError for a route that goes up or saves nothing, a window that is empty or leaves
-    [0, 1], and a span that cannot be read.
+    [0, 1], a span that cannot be read, and an unknown rotary mode.
     """
 
     route: tuple[int, int]
@@ -62,6 +62,8 @@ class Rule:
             raise ValueError(f"sigma window {low:g} to {high:g} is empty or leaves 0 to 1: "
                              "give a lower and a higher sigma between 0 and 1")
         parse_span(self.span)
+        if self.rotary is not None:
+            rotary.check_mode(self.rotary)
 
     def __str__(self) -> str:
         span = "" if self.span == "always" else f", {self.span}"
@@ -113,20 +115,29 @@ class Gate:
 def from_gap_map(gap_map: GapMap) -> Gate:
     """The gate of a map: one rule per run of adjacent safe bins of a route, cheaper tiers first.
 
-    Empty when nothing is safe; the notes say which bins are open and what would decide them.
+    A bin that is safe on a plain demoted grid is demoted plainly: a rotary alignment serves the
+    bins that are safe with it alone. Empty when nothing is safe; the notes say which bins are open
+    and what would decide them.
     """
-    routes = sorted(filter(is_route, gap_map.arms), key=lambda arm: Arm.parse(arm).tier)
-    rules = [Rule((gap_map.native_tier, Arm.parse(arm).tier), window)
-             for arm in routes for window in _safe_windows(gap_map.of(arm))]
+    routes = sorted(filter(is_route, gap_map.arms),
+                    key=lambda arm: (Arm.parse(arm).tier, Arm.parse(arm).rotary is not None))
+    rules, taken = [], set()
+    for arm in routes:
+        tier, mode = Arm.parse(arm).tier, Arm.parse(arm).rotary
+        bins = [gap.bin for gap in gap_map.of(arm)
+                if gap.verdict == verdict.SAFE and (tier, gap.bin) not in taken]
+        taken.update((tier, edges) for edges in bins)
+        rules += [Rule((gap_map.native_tier, tier), window, rotary=mode)
+                  for window in _windows(bins)]
     return Gate(rules=tuple(rules), measured=True, margin=gap_map.margin, source=gap_map.hash,
                 native_tier=gap_map.native_tier, basis=_basis(gap_map.settings),
                 notes=_notes(gap_map, routes))
 
 
 def by_hand(native_tier: int, target_tier: int, window: tuple[float, float],
-            span: str = "always") -> Gate:
+            span: str = "always", rotary: str | None = None) -> Gate:
     """A gate of one rule that nothing was measured for. Raises ValueError as Rule does."""
-    return Gate(rules=(Rule((native_tier, target_tier), window, span),), measured=False,
+    return Gate(rules=(Rule((native_tier, target_tier), window, span, rotary),), measured=False,
                 margin=None, source="by hand", native_tier=native_tier,
                 notes="Not measured: nothing says that this window is safe on this model.")
 
@@ -217,13 +228,10 @@ def describe(gate: Gate) -> str:
     return "\n".join([head, *body, gate.notes]).rstrip()
 
 
-def _safe_windows(gaps: Sequence[Gap]) -> Iterator[tuple[float, float]]:
-    """Maximal runs of safe bins that share an edge, from bins in ascending order."""
+def _windows(bins: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Maximal runs of bins that share an edge, from bins in ascending order."""
     window = None
-    for gap in gaps:
-        if gap.verdict != verdict.SAFE:
-            continue
-        low, high = gap.bin
+    for low, high in bins:
         if window and math.isclose(window[1], low, abs_tol=1e-9):
             window = (window[0], high)
             continue

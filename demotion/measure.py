@@ -4,7 +4,7 @@ A measurement never holds gradients. Per cell it keeps, for the even and the odd
 inner products of the arms' gradient sums and the sums of their per-draw inner products: all that
 the debiased cosines, their errors and the noise scales need. The file is JSON lines: a header, then
 one line a cell, appended as cells are finished, so that what was measured before an interruption is
-kept.
+kept, and one line a check of the instrument.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ class Measurement:
 
     settings holds everything that a number depends on: arms, bins, draws, noise, seed, parts,
     adapter, model, images (hash -> name and realised grids), native tier and environment. It is
-    plain JSON data.
+    plain JSON data. checks holds what was measured of the instrument itself, by name.
     """
 
     settings: dict[str, Any]
     cells: list[Cell] = field(default_factory=list)
+    checks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -95,8 +96,10 @@ class Measurement:
 
     def save(self, path: str | Path) -> None:
         """Write the whole file atomically."""
-        lines = [json.dumps(self.header())] + [
-            json.dumps(_cell_to_json(cell)) for cell in self.cells
+        lines = [
+            json.dumps(self.header()),
+            *(json.dumps(_cell_to_json(cell)) for cell in self.cells),
+            *(json.dumps(_check_to_json(name, value)) for name, value in self.checks.items()),
         ]
         write_atomically(Path(path), ("\n".join(lines) + "\n").encode())
 
@@ -110,8 +113,10 @@ class Measurement:
             lines = file.read_bytes().split(b"\n")
             settings = read_json(file, FORMAT, VERSION, lines[0])["settings"]
             # Every finished line ends in a newline: what follows the last one is never whole.
-            cells = [_cell_from_json(json.loads(line)) for line in lines[1:-1]]
-        return cls(settings, cells)
+            entries = [json.loads(line) for line in lines[1:-1]]
+            checks = {entry["check"]: entry["value"] for entry in entries if "check" in entry}
+            cells = [_cell_from_json(entry) for entry in entries if "check" not in entry]
+        return cls(settings, cells, checks)
 
 
 def settings_key(settings: dict[str, Any]) -> str:
@@ -147,8 +152,17 @@ def open_for_append(path: Path, settings: dict[str, Any]) -> Measurement:
 
 def append(path: Path, cell: Cell) -> None:
     """Add one finished cell to the file, in one write, and flush it to the disk."""
+    _append_line(path, _cell_to_json(cell))
+
+
+def append_check(path: Path, name: str, value: Any) -> None:
+    """Add what was measured of the instrument itself, as plain JSON data."""
+    _append_line(path, _check_to_json(name, value))
+
+
+def _append_line(path: Path, data: dict[str, Any]) -> None:
     with open(path, "ab") as file:
-        file.write(json.dumps(_cell_to_json(cell)).encode() + b"\n")
+        file.write(json.dumps(data).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -195,6 +209,10 @@ def reading(path: str | Path) -> Iterator[Path]:
 def _cell_to_json(cell: Cell) -> dict[str, Any]:
     data = asdict(cell)
     return data | {"gram": cell.gram.tolist(), "products": cell.products.tolist()}
+
+
+def _check_to_json(name: str, value: Any) -> dict[str, Any]:
+    return {"check": name, "value": value}
 
 
 def _cell_from_json(data: dict[str, Any]) -> Cell:

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import draws, measure
+from . import arms, draws, measure, rotary
 
-Velocity = Callable[[torch.Tensor, float, Any], torch.Tensor]
+# Called as `predict` does: (z, sigma, context), and rotary=Alignment where there is one.
+Velocity = Callable[..., torch.Tensor]
 CHUNK = 1 << 20
 # Raised whenever the same settings would give other numbers, so that old cells are not continued.
 PROTOCOL = 1
@@ -49,8 +50,10 @@ def arm_noise(
     """Noise of an arm in a draw, on the CPU.
 
     Shared: arms on the native grid have one noise, except null; a demoted arm has its low-frequency
-    corner. Not shared: every arm but src has a stream of its own.
+    corner. Not shared: every arm but src has a stream of its own. An aligned arm always has the
+    noise of its plain one.
     """
+    arm = str(arms.Arm.parse(arm).plain)
     if arm == "null" or (not shared and arm != "src"):
         return draws.draw_noise(seed, image, sigma_bin, draw, arm, (*native[:-2], *grid))
     noise = draws.draw_noise(seed, image, sigma_bin, draw, "shared", tuple(native))
@@ -74,55 +77,94 @@ def measure_cell(
     """
     if count < 2:
         raise ValueError(f"draws is {count}: a debiased cosine needs at least 2 draws")
-    arms = list(subject.latents)
-    native = subject.latents["src"].shape
+    names = list(subject.latents)
     parameters = [parameter for part in parts.values() for parameter in part]
     sizes = [sum(parameter.numel() for parameter in part) for part in parts.values()]
     device = parameters[0].device
-    sums = torch.zeros(2, len(arms), sum(sizes), device=device)
-    vectors = torch.empty(len(arms), sum(sizes), device=device)
-    products = np.zeros((len(sizes), 2, len(arms), len(arms)))
-    losses = np.zeros(len(arms))
+    sums = torch.zeros(2, len(names), sum(sizes), device=device)
+    vectors = torch.empty(len(names), sum(sizes), device=device)
+    products = np.zeros((len(sizes), 2, len(names), len(names)))
+    losses = np.zeros(len(names))
     for draw in range(count):
-        sigma = draws.draw_sigma(seed, subject.image, sigma_bin, draw)
-        for index, arm in enumerate(arms):
-            latent = subject.latents[arm]
-            noise = arm_noise(
-                seed, subject.image, sigma_bin, draw, arm, native, tuple(latent.shape[-2:]), shared
-            )
-            noise = noise.to(latent.device)
-            predicted = velocity(draws.noised(latent, noise, sigma), sigma, subject.context)
-            loss = draws.velocity_loss(predicted, latent, noise, subject.weights[arm])
-            gradients = torch.autograd.grad(
-                loss, parameters, allow_unused=True, materialize_grads=True
-            )
-            torch.cat([gradient.reshape(-1).float() for gradient in gradients], out=vectors[index])
-            losses[index] += loss.item() / count
-            if not np.isfinite(losses[index]):
-                raise ValueError(
-                    f"the loss of arm {arm} is not finite at sigma {sigma:.3f}: "
-                    "use a compute precision with more range (bf16 or fp32)"
+        for index, arm in enumerate(names):
+            losses[index] += (
+                draw_gradient(
+                    subject, arm, sigma_bin, draw, seed, shared, velocity, parameters,
+                    vectors[index],
                 )
+                / count
+            )
             tick()
         sums[draw % 2] += vectors
         for part, columns in enumerate(vectors.split(sizes, dim=1)):
             products[part, draw % 2] += inner_products(columns)
     gram = np.stack(
         [
-            inner_products(columns.flatten(0, 1)).reshape(2, len(arms), 2, len(arms))
+            inner_products(columns.flatten(0, 1)).reshape(2, len(names), 2, len(names))
             for columns in sums.split(sizes, dim=2)
         ]
     )
     return measure.Cell(
         image=subject.image,
         bin=sigma_bin,
-        arms=tuple(arms),
+        arms=tuple(names),
         gram=gram,
         products=products,
         counts=((count + 1) // 2, count // 2),
         grids=tuple(tuple(latent.shape[-2:]) for latent in subject.latents.values()),
         losses=tuple(losses.tolist()),
     )
+
+
+def draw_gradient(
+    subject: Subject,
+    arm: str,
+    sigma_bin: draws.Bin,
+    draw: int,
+    seed: int,
+    shared: bool,
+    velocity: Velocity,
+    parameters: Sequence[torch.nn.Parameter],
+    out: torch.Tensor,
+) -> float:
+    """Gradient of one draw's loss in an arm, flattened into out [P]; returns the loss.
+
+    Raises ValueError when either is not finite.
+    """
+    latent, native = subject.latents[arm], subject.latents["src"]
+    sigma = draws.draw_sigma(seed, subject.image, sigma_bin, draw)
+    noise = arm_noise(
+        seed, subject.image, sigma_bin, draw, arm, native.shape, tuple(latent.shape[-2:]), shared
+    ).to(latent.device)
+    z = draws.noised(latent, noise, sigma)
+    predicted = predict(
+        velocity, z, sigma, subject.context, arms.Arm.parse(arm).rotary, native
+    )
+    loss = draws.velocity_loss(predicted, latent, noise, subject.weights[arm])
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    torch.cat([gradient.reshape(-1).float() for gradient in gradients], out=out)
+    if not (torch.isfinite(loss) and torch.isfinite(out.sum())):
+        raise ValueError(
+            f"the loss or the gradient of arm {arm} is not finite at sigma {sigma:.3f}: "
+            "use a compute precision with more range (bf16 or fp32)"
+        )
+    return loss.item()
+
+
+def predict(
+    velocity: Velocity,
+    z: torch.Tensor,
+    sigma: float,
+    context: Any,
+    mode: str | None,
+    native: torch.Tensor,
+) -> torch.Tensor:
+    """Velocity of z, under the rotary alignment of this mode, if any, to the grid of a native
+    latent."""
+    if mode is None:
+        return velocity(z, sigma, context)
+    alignment = rotary.Alignment(mode, tuple(native.shape[-2:]))
+    return velocity(z, sigma, context, rotary=alignment)
 
 
 def inner_products(rows: torch.Tensor) -> np.ndarray:

@@ -20,7 +20,7 @@ import torch
 
 from . import draws, measure
 from .gate import Gate, decide
-from .probe import Velocity
+from .probe import Velocity, predict
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,14 @@ def train(
                 latent = pupil.demoted[tier] if rule else pupil.native
                 fresh = draws.stream("train carry", settings.seed, step, sample)
                 noise = draws.carry_noise(noise, tuple(latent.shape[-2:]), fresh).to(latent.device)
-                predicted = velocity(draws.noised(latent, noise, sigma), sigma, pupil.context)
+                predicted = predict(
+                    velocity,
+                    draws.noised(latent, noise, sigma),
+                    sigma,
+                    pupil.context,
+                    rule and rule.rotary,
+                    pupil.native,
+                )
                 loss = draws.velocity_loss(predicted, latent, noise, pupil.weights[tier])
                 (loss / settings.batch_size).backward()
                 loss_sum += loss.item() / settings.batch_size

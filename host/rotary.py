@@ -64,9 +64,9 @@ class Door:
     table     (its own forward, the module, a stretch, this door) -> the aligned forward
     axes      which axes of the position ids are y and x
     text      where the text stands on those axes. "origin": at 0, where the image starts or has its
-              centre. "before": its tokens come first, at positions of their own; the image counts
-              from its first token. "beside": as before, but the image is centred on 0 and the text
-              starts at half its longer edge, on all axes
+              centre. "own": at positions of its own; the image counts from its first token.
+              "beside": from half the image's longer edge on, on all axes; the image is centred on 0
+    first     whether the text's tokens come before the image's
     head      axis of the table that is broadcast over heads
     """
 
@@ -74,6 +74,7 @@ class Door:
     table: Callable[[Table, torch.nn.Module, Stretch, Door], Table]
     axes: tuple[int, int] = (1, 2)
     text: str = "origin"
+    first: bool = True
     head: int = 1
 
 
@@ -87,6 +88,7 @@ def _angles(
     """
     device = ids.device if comfy.model_management.supports_fp64(ids.device) else "cpu"
     text = 0 if door.text == "origin" else ids.shape[1] - stretch.tokens
+    lengths = (text, ids.shape[1] - text) if door.first else (ids.shape[1] - text, text)
     shift = 0
     if door.text == "beside":
         shift = max(edge // 2 for edge in stretch.native) - max(
@@ -100,17 +102,18 @@ def _angles(
         )
         frequencies = 1.0 / (module.theta**exponents)
         positions = ids[..., axis, None].to(device).float().double()
-        words, image = positions[:, :text], positions[:, text:]
+        words, image = positions.split(lengths, dim=1)[:: 1 if door.first else -1]
         if axis in door.axes:
             side = door.axes.index(axis)
             kept = stretch.kept(frequencies, side)
-            start = image[:, :1] if door.text == "before" else 0.0
+            start = image[:, :1] if door.text == "own" else 0.0
             factors = rotary.frequency_factors(kept, stretch.scale(side))
             image = start + (image - start) * factors
         else:
             kept = stretch.kept(frequencies, longer) if shift else torch.ones_like(frequencies)
         words = words + (1 - kept) * shift
-        pieces.append(torch.cat([words * frequencies, image * frequencies], dim=1))
+        parts = [words * frequencies, image * frequencies]
+        pieces.append(torch.cat(parts if door.first else parts[::-1], dim=1))
         changed = changed or bool((kept < 1).any())
     return torch.cat(pieces, dim=-1) if changed else None
 
@@ -174,16 +177,19 @@ def _video(original: Table, module: torch.nn.Module, stretch: Stretch, door: Doo
 
 # By the class of ComfyUI's model (comfy/model_base.py).
 DOORS = {
-    "Flux": Door("pe_embedder", _axial, text="before"),
-    "Flux2": Door("pe_embedder", _axial, text="before"),
-    "LongCatImage": Door("pe_embedder", _axial, text="before"),
+    "Flux": Door("pe_embedder", _axial, text="own"),
+    "Flux2": Door("pe_embedder", _axial, text="own"),
+    "LongCatImage": Door("pe_embedder", _axial, text="own"),
     "Chroma": Door("pe_embedder", _axial),
+    "ChromaRadiance": Door("pe_embedder", _axial),
     "HunyuanVideo": Door("pe_embedder", _axial),
     "HunyuanImage21": Door("pe_embedder", _axial, axes=(0, 1)),
     "HiDream": Door("pe_embedder", _axial, head=2),
     "Krea2": Door("pe_embedder", _axial),
     "QwenImage": Door("pe_embedder", _axial, text="beside"),
-    "Omnigen2": Door("rope_embedder.rope_embedder", _axial, text="before"),
+    "Lens": Door("pos_embed", _axial, text="beside", first=False),
+    "MageFlow": Door("pe_embedder", _axial),
+    "Omnigen2": Door("rope_embedder.rope_embedder", _axial, text="own"),
     "Lumina2": Door("rope_embedder", _axial),
     "WAN21": Door("rope_embedder", _axial),
     "WAN22": Door("rope_embedder", _axial),
@@ -193,7 +199,10 @@ DOORS = {
     "Anima": Door("pos_embedder", _video),
     "CosmosPredict2": Door("pos_embedder", _video),
 }
+INLINE = "its rotary table is not made by a module of its own, and this version has no way to it"
 NO_DOORS = {
+    "Ideogram4": INLINE,
+    "JoyImage": INLINE,
     "SD3": "its positions are a sine table cut from a fixed grid, not rotary",
     "AuraFlow": "its positions are a learned table, not rotary",
     "PixelDiTT2I": "its rotary positions span one range on every grid, so they are aligned already",

@@ -10,6 +10,7 @@ each into memory of its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -43,9 +44,12 @@ class OutOfPlaceAdditions(TorchFunctionMode):
     enabled = True
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        augmented = func is torch.Tensor.add_ and self.enabled and torch.is_grad_enabled()
-        if augmented and _in_graph(args):
-            return torch.add(*args, **(kwargs or {})).to(args[0].dtype)
+        if self.enabled and torch.is_grad_enabled() and _in_graph(args):
+            if func is torch.Tensor.add_:
+                return torch.add(*args, **(kwargs or {})).to(args[0].dtype)
+            # Saves its own factor, then writes over it.
+            if func is torch.Tensor.addcmul_ and args[0] is args[1]:
+                return torch.addcmul(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -101,7 +105,7 @@ class Session:
     def adapt(self, weights: adapter.Weights) -> adapter.Adapter:
         """Inject an adapter. Under fp16 its gradients are scaled back after the velocity's were
         scaled up."""
-        layers = adapter.Adapter(self.network, weights)
+        layers = adapter.Adapter(self.network, weights, self.device)
         if self.velocity.gradient_scale != 1:
             for parameter in layers.parameters:
                 parameter.register_hook(lambda gradient: gradient / self.velocity.gradient_scale)
@@ -188,10 +192,17 @@ def open_session(
             stack.enter_context(OutOfPlaceAdditions()),
             checkpointing,
         )
+        for name, module in live.network.named_modules():
+            if family.overwritten and re.fullmatch(family.overwritten, name):
+                module.register_forward_pre_hook(_copy_inputs)
         if checkpointing:
             for block in families.blocks(live.network).values():
                 block.forward = _checkpointed(block.forward, live.additions)
         yield live
+
+
+def _copy_inputs(module: torch.nn.Module, inputs: tuple) -> tuple:
+    return nested.mapped(inputs, torch.clone)
 
 
 def _checkpointed(

@@ -41,7 +41,12 @@ def zero_conditioning(model: comfy.model_base.BaseModel) -> list:
             f"no empty text is known for a {family.name}: connect CLIP or CONDITIONING"
         )
     token, beside = family.text(model.diffusion_model)
-    return [[torch.zeros(token), {name: torch.zeros(shape) for name, shape in beside.items()}]]
+    # A mask counts the tokens, and counts are whole.
+    made = {
+        name: torch.ones(shape, dtype=int) if name == "attention_mask" else torch.zeros(shape)
+        for name, shape in beside.items()
+    }
+    return [[torch.zeros(token), made]]
 
 
 def check_plain(conditioning: list, name: str) -> None:
@@ -57,6 +62,12 @@ def check_plain(conditioning: list, name: str) -> None:
             f"CONDITIONING of {name} carries {', '.join(refused)}: remove the nodes that set "
             "areas, masks, hooks, controls or schedules"
         )
+
+
+def guidance(conditioning: list) -> float | None:
+    """Guidance that a conditioning carries; None leaves it to the model."""
+    value = conditioning[0][1].get("guidance")
+    return None if value is None else float(value)
 
 
 def own_copy(value: Any) -> Any:

@@ -9,18 +9,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..demotion import adapter, arms, gate, grid, train
-from . import families, probing, rotary, session, text
+from . import families, memory, rotary, session, text
+
+# How kohya's trainer names an algorithm in a file: its own LoRA, and LyCORIS for the others.
+NETWORKS = {
+    "LoRA": {"ss_network_module": "networks.lora"},
+    "DoRA": {
+        "ss_network_module": "lycoris.kohya",
+        "ss_network_args": '{"algo": "lora", "dora_wd": "True", "wd_on_output": "True"}',
+    },
+    "LoHa": {"ss_network_module": "lycoris.kohya", "ss_network_args": '{"algo": "loha"}'},
+    "LoKr": {
+        "ss_network_module": "lycoris.kohya",
+        "ss_network_args": '{"algo": "lokr", "factor": "-1"}',
+    },
+}
 
 
 @dataclass(frozen=True)
 class Options:
     """How to train: the loop's settings, and the adapter's shape. targets is a pattern, or empty
-    for the family's own."""
+    for the family's own; algorithm is one of adapter.KINDS; compute and checkpointing are as
+    `session.open_session` has them."""
 
     settings: train.Settings
     rank: int
     alpha: float
     targets: str
+    algorithm: str = "LoRA"
+    compute: str = "model"
+    checkpointing: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,11 +85,19 @@ def run(
     rotary.check_unaligned(model)
     if any(rule.rotary for rule in opened.rules):
         rotary.check(model, [item.conditioning for item in training_set.items])
-    with session.open_session(model) as live:
+    # A step holds the adapter, its gradient and AdamW's two moments.
+    dense = options.algorithm in adapter.DENSE
+    need = memory.needed(model, training_set, options, copies=4, dense=dense)
+    with session.open_session(model, options.compute, options.checkpointing, need) as live:
         linears = families.linears(live.network)
-        targets = adapter.match_targets(linears, probing.targets_of(live.family, options.targets))
+        targets = adapter.match_targets(linears, families.targets_of(live.family, options.targets))
         start = adapter.zero_weights(
-            linears, targets, options.rank, options.alpha, options.settings.seed
+            linears,
+            targets,
+            options.rank,
+            options.alpha,
+            options.settings.seed,
+            options.algorithm,
         )
         pupils = [_pupil(live, training_set, item) for item in training_set.items]
         live.check_additions(pupils[0].native, pupils[0].context)
@@ -154,7 +180,7 @@ def _metadata(
         "modelspec.implementation": "ComfyUI-Demotion",
         "modelspec.resolution": f"{training_set.native_tier}x{training_set.native_tier}",
         "ss_base_model_version": live.family.name,
-        "ss_network_module": "networks.lora",
+        **NETWORKS[options.algorithm],
         "ss_network_dim": str(options.rank),
         "ss_network_alpha": f"{options.alpha:g}",
         "ss_learning_rate": f"{settings.learning_rate:g}",
@@ -166,6 +192,9 @@ def _metadata(
         "ss_num_train_images": str(sum(item.repeats for item in training_set.items)),
         "ss_resolution": str((training_set.native_tier, training_set.native_tier)),
         "demotion_base_fingerprint": live.fingerprint,
+        "demotion_guidance": ", ".join(
+            sorted({str(text.guidance(item.conditioning)) for item in training_set.items})
+        ),
         "demotion_gate": json.dumps(
             {
                 "measured": opened.measured,

@@ -31,10 +31,7 @@ class Velocity:
         self.gradient_scale = gradient_scale
         self.device = patcher.load_device
         self.options = comfy.model_patcher.create_model_options_clone(patcher.model_options)
-        # Read by families whose forward looks up its place in the schedule.
-        self.options.setdefault("transformer_options", {})["sample_sigmas"] = torch.tensor(
-            [1.0, 0.0]
-        )
+        self.options.setdefault("transformer_options", {})
         self.rescaled = isinstance(self.model.model_sampling, comfy.model_sampling.COSMOS_RFLOW)
         self._prepared: dict[tuple[int, torch.Size], tuple[Any, list]] = {}
 
@@ -55,6 +52,9 @@ class Velocity:
             level = level / (1 - level)
             state = z / (1 - sigma)
         conds = self._prepare(conditioning, z)
+        # Mean-flow models look up the sigma of the next step; at this one's own they predict the
+        # velocity at a point.
+        self.options["transformer_options"]["sample_sigmas"] = level[:1].repeat(2)
         with doors.aligned(self.model, rotary, z.shape, sigma) if rotary else nullcontext():
             denoised = comfy.samplers.calc_cond_batch(
                 self.model, [conds], state, level, self.options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import files, gap_map, probe, train, training_set
+from . import files, gap_map, model, probe, rotary, train, training_set
 
 
 class DemotionExtension(ComfyExtension):
@@ -14,7 +14,14 @@ class DemotionExtension(ComfyExtension):
         files.register_folders()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [*training_set.NODES, *probe.NODES, *gap_map.NODES, *train.NODES]
+        return [
+            *training_set.NODES,
+            *model.NODES,
+            *probe.NODES,
+            *gap_map.NODES,
+            *train.NODES,
+            *rotary.NODES,
+        ]
 
 
 async def comfy_entrypoint() -> DemotionExtension:

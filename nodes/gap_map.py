@@ -11,7 +11,7 @@ from PIL import Image
 from ..demotion import cosine, measure, plots
 from ..demotion import gap_map as maps
 from ..demotion import gate as gates
-from . import files, wires
+from . import files, rotary, wires
 from .training_set import TIER
 
 SPANS = ["always", "early", "late", "spread"]
@@ -256,6 +256,10 @@ class GateByHand(io.ComfyNode):
                     step=0.01,
                     tooltip="Share of the steps for early, late and spread.",
                 ),
+                rotary.choice(
+                    "Rotary alignment of a demoted step to its native grid: none, or one that "
+                    "the model was measured with."
+                ),
             ],
             outputs=[
                 wires.Gate.Output("gate", display_name="gate", tooltip="The gate."),
@@ -272,8 +276,9 @@ class GateByHand(io.ComfyNode):
         sigma_high=1.0,
         span="always",
         span_fraction=0.5,
+        rotary=rotary.NONE,
     ) -> bool | str:
-        values = (native_tier, target_tier, sigma_low, sigma_high, span, span_fraction)
+        values = (native_tier, target_tier, sigma_low, sigma_high, span, span_fraction, rotary)
         if None in values:
             return True  # linked values are checked when they are known
         for tier in (native_tier, target_tier):
@@ -287,17 +292,32 @@ class GateByHand(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, native_tier, target_tier, sigma_low, sigma_high, span, span_fraction
+        cls,
+        native_tier,
+        target_tier,
+        sigma_low,
+        sigma_high,
+        span,
+        span_fraction,
+        rotary=rotary.NONE,
     ) -> io.NodeOutput:
-        made = _by_hand(native_tier, target_tier, sigma_low, sigma_high, span, span_fraction)
+        made = _by_hand(
+            native_tier, target_tier, sigma_low, sigma_high, span, span_fraction, rotary
+        )
         return io.NodeOutput(made, gates.describe(made))
 
 
 def _by_hand(
-    native_tier: int, target_tier: int, low: float, high: float, span: str, fraction: float
+    native_tier: int,
+    target_tier: int,
+    low: float,
+    high: float,
+    span: str,
+    fraction: float,
+    chosen: str,
 ) -> gates.Gate:
     named = span if span == "always" else f"{span}:{fraction:g}"
-    return gates.by_hand(native_tier, target_tier, (low, high), named)
+    return gates.by_hand(native_tier, target_tier, (low, high), named, rotary.mode_of(chosen))
 
 
 class SaveGate(files.NamedOutput):

@@ -11,6 +11,7 @@ from ..demotion import arms, measure
 from ..demotion import draws as random_draws
 from ..host import probing
 from . import files, wires
+from .model import compute_inputs
 from .progress import Progress, tell
 
 FRESH = "[fresh adapter]"
@@ -80,6 +81,7 @@ class GradientProbe(io.ComfyNode):
                     tooltip="Regular expression over the model's Linears that a fresh adapter sits "
                     "on. Empty: attention and MLP of the image stream.",
                 ),
+                *compute_inputs(),
             ],
             outputs=[
                 wires.Measurement.Output(
@@ -112,6 +114,8 @@ class GradientProbe(io.ComfyNode):
         adapter: str,
         rank: int,
         targets: str,
+        compute: str,
+        checkpointing: bool,
     ) -> io.NodeOutput:
         node_id = cls.hidden.unique_id
         lora = (
@@ -127,6 +131,8 @@ class GradientProbe(io.ComfyNode):
             rank=rank,
             targets=targets,
             lora=lora,
+            compute=compute,
+            checkpointing=checkpointing,
         )
         measurement, path = probing.run(
             model,

@@ -7,11 +7,12 @@ from pathlib import Path
 import folder_paths
 from comfy_api.latest import io
 
-from ..demotion import arms, draws, measure, plots
+from ..demotion import adapter, arms, draws, measure, plots
 from ..demotion import gate as gates
 from ..demotion import train as loop
 from ..host import families, training
 from . import files, wires
+from .model import compute_inputs
 from .progress import Progress, tell
 
 DENSITIES = ["uniform", "logit_normal", "shifted", "model"]
@@ -132,6 +133,13 @@ class TrainLora(files.NamedOutput):
                     default="demotion_lora",
                     tooltip="File name in output/loras; steps and a number are added.",
                 ),
+                io.Combo.Input(
+                    "algorithm",
+                    options=list(adapter.KINDS),
+                    default="LoRA",
+                    tooltip="Form of the adapter. All load in ComfyUI's LoRA loaders.",
+                ),
+                *compute_inputs(),
                 wires.Gate.Input(
                     "gate",
                     optional=True,
@@ -169,6 +177,9 @@ class TrainLora(files.NamedOutput):
         warmup_steps,
         targets,
         name,
+        algorithm,
+        compute,
+        checkpointing,
         gate=None,
     ) -> io.NodeOutput:
         node_id = cls.hidden.unique_id
@@ -193,7 +204,9 @@ class TrainLora(files.NamedOutput):
             model,
             training_set,
             gate,
-            training.Options(settings, rank, alpha, targets),
+            training.Options(
+                settings, rank, alpha, targets, algorithm, compute, checkpointing
+            ),
             files.output_folder("training"),
             lambda total: Progress(total, node_id, "steps"),
         )

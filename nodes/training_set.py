@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import folder_paths
@@ -14,8 +15,9 @@ from PIL import Image, ImageOps
 from ..demotion import arms, grid
 from ..host import families, text
 from ..host import vae as host_vae
-from . import files, wires
+from . import files, rotary, wires
 from .progress import Progress, tell
+from .rotary import mode_of
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 TIER = {"min": 32, "max": 4096, "step": 16}
@@ -344,9 +346,14 @@ def _report(made: arms.TrainingSet, said: str) -> str:
     return "\n".join(lines)
 
 
-def _with_arm(training_set: arms.TrainingSet, arm: arms.Arm, node_id: str) -> io.NodeOutput:
-    """The set with an arm, and the pictures as the VAE was given them."""
+def _with_arm(
+    training_set: arms.TrainingSet, arm: arms.Arm, node_id: str, mode: str | None = None
+) -> io.NodeOutput:
+    """The set with an arm, and with a mode the same arm aligned; the pictures as the VAE was given
+    them."""
     made = arms.add_arm(training_set, arm, Progress(len(training_set.items), node_id, "pictures"))
+    if mode:
+        made = arms.add_arm(made, replace(arm, rotary=mode), lambda: None)
     seen = [
         arms.arm_pixels(made, item, arm)
         for item in made.items
@@ -383,7 +390,7 @@ def _arm_outputs() -> list[io.Output]:
 
 
 class DemoteLatents(io.ComfyNode):
-    """Adds the arm demote:E."""
+    """Adds the arm demote:E, and demote:E+MODE on request."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -404,14 +411,21 @@ class DemoteLatents(io.ComfyNode):
                     **TIER,
                     tooltip="Nominal edge in pixels to demote to, at most .94 of the native tier.",
                 ),
+                rotary.choice(
+                    "Also measure this tier with its rotary positions aligned to the native grid: "
+                    "one more arm on the same latents."
+                ),
             ],
             outputs=_arm_outputs(),
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, training_set: arms.TrainingSet, target_tier: int) -> io.NodeOutput:
-        return _with_arm(training_set, arms.Arm("demote", target_tier), cls.hidden.unique_id)
+    def execute(
+        cls, training_set: arms.TrainingSet, target_tier: int, rotary=rotary.NONE
+    ) -> io.NodeOutput:
+        arm = arms.Arm("demote", target_tier)
+        return _with_arm(training_set, arm, cls.hidden.unique_id, mode_of(rotary))
 
 
 class RepromoteLatents(io.ComfyNode):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from demotion.arms import Arm
 from demotion.measure import Cell, Measurement
 
 BINS = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0))
@@ -108,7 +109,8 @@ def measure(world: World, seed: int = 0, parts: int = 2) -> Measurement:
 
 def grid_of(arm: str) -> tuple[int, int]:
     """Latent cells of an arm's square grid, tier 256 at a VAE factor of 8."""
-    edge = int(arm.partition(":")[2]) // 8 if arm.startswith("demote:") else 32
+    parsed = Arm.parse(arm)
+    edge = parsed.tier // 8 if parsed.kind == "demote" else 32
     return edge, edge
 
 

@@ -10,6 +10,8 @@ from demotion import grid
 
 TIERS = st.sampled_from([256, 384, 512, 768, 1024, 1536, 2048])
 EDGES = st.integers(16, 6000)
+# VAE factor and patch of the families: most, Flux 2, HunyuanImage, and pixel space.
+GEOMETRIES = st.sampled_from([(8, 2), (16, 1), (32, 1), (1, 16)])
 
 
 @pytest.mark.parametrize(
@@ -51,26 +53,47 @@ def test_the_search_is_the_documented_order_of_preferences():
 
 
 @settings(max_examples=150, deadline=None)
-@given(EDGES, EDGES, TIERS)
-def test_a_native_grid_never_needs_enlargement(height, width, tier):
-    cells = grid.native_grid((height, width), tier)
-    assert cells[0] % 2 == 0 and cells[1] % 2 == 0
-    assert grid.covers((height, width), cells)
-    assert grid.token_count(cells) <= grid.BAND[1] * grid.nominal_tokens(tier)
+@given(EDGES, EDGES, TIERS, GEOMETRIES)
+def test_a_native_grid_never_needs_enlargement_nor_padding(height, width, tier, geometry):
+    factor, patch = geometry
+    height, width = max(height, factor * patch), max(width, factor * patch)
+    cells = grid.native_grid((height, width), tier, vae_factor=factor, patch=patch)
+    assert cells[0] % patch == 0 and cells[1] % patch == 0
+    assert grid.covers((height, width), cells, factor)
+    most = grid.BAND[1] * grid.nominal_tokens(tier, factor, patch)
+    assert grid.token_count(cells, patch) <= most
 
 
 @settings(max_examples=150, deadline=None)
-@given(EDGES, EDGES, st.sampled_from([(256, 192), (512, 384), (1024, 896), (1024, 512)]))
-def test_a_demoted_grid_keeps_aspect_shrinks_and_lies_in_its_band(height, width, route):
-    native = grid.native_grid((height, width), route[0])
-    demoted = grid.demoted_grid(native, *route)
+@given(EDGES, EDGES, TIERS, st.floats(0.4, grid.MAX_EDGE_RATIO), GEOMETRIES)
+def test_a_demoted_grid_keeps_aspect_shrinks_and_needs_no_padding(
+    height, width, tier, ratio, geometry
+):
+    factor, patch = geometry
+    height, width = max(height, factor * patch), max(width, factor * patch)
+    given_by = {"vae_factor": factor, "patch": patch}
+    native = grid.native_grid((height, width), tier, **given_by)
+    target = int(tier * ratio)
+    demoted = grid.demoted_grid(native, tier, target, **given_by)
     if demoted is None:
-        assert grid.off_route_reason(native, *route)
+        assert grid.off_route_reason(native, tier, target, **given_by)
         return
-    assert grid.off_route_reason(native, *route) is None
-    assert grid.in_tier(demoted, route[1])
+    assert grid.off_route_reason(native, tier, target, **given_by) is None
+    # Multiples of the patch, in the target's band.
+    assert grid.in_tier(demoted, target, **given_by)
     assert grid.aspect_error(demoted, native) <= grid.MAX_ASPECT_ERROR
     assert demoted[0] <= native[0] and demoted[1] <= native[1]
+
+
+@pytest.mark.parametrize("edges", [(1009, 1013), (4093, 1021), (19997, 20011), (31, 8191)])
+@pytest.mark.parametrize("tier", [256, 1024, 2048])
+def test_prime_and_huge_pictures_have_a_grid(edges, tier):
+    cells = grid.native_grid(edges, tier)
+    assert cells[0] % 2 == 0 and cells[1] % 2 == 0 and grid.covers(edges, cells)
+    for target in (192, 896, 1792):
+        if target < tier * grid.MAX_EDGE_RATIO:
+            demoted = grid.demoted_grid(cells, tier, target)
+            assert demoted is None or grid.in_tier(demoted, target)
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -105,6 +107,29 @@ def test_a_probe_measures_every_cell_once_and_a_second_run_takes_no_gradient(toy
     assert {gap.verdict for gap in drawn.gaps} == {"fewer than 8 images: no verdict"}
 
 
+def test_a_precision_below_float32_is_compared_with_it_once_and_told(toy):
+    from pack.host import probing
+
+    model, training_set, folder = toy
+    # Whether a second run finds the first's check can be told where two loads are one model.
+    runs = 1 if type(model.model).__name__ == "Anima" else 2
+    chosen = options(compute="bf16", checkpointing=True)
+    with torch.inference_mode():
+        for run in range(runs):
+            again, path = probing.run(
+                model, training_set, chosen, folder / "bf16", counting([], [])
+            )
+            once = path.read_bytes() if run == 0 else once
+    check = again.checks["precision"]
+    assert check["dtype"] == "bfloat16" and len(check["cosines"]) == 2
+    assert all(0.9 < value < 1 for value in check["cosines"])
+    assert path.read_bytes() == once
+    moved = 1 - np.mean(check["cosines"])
+    said = [gap_map.summary(gap_map.gap_map(again, margin=m)) for m in (2 * moved, moved / 2)]
+    assert "bfloat16 moves a gradient" in said[0] and "Warning" not in said[0]
+    assert "Warning: bfloat16 moves a gradient" in said[1]
+
+
 def test_a_bin_outside_the_models_range_is_refused(toy):
     from pack.host import families, probing
 
@@ -131,10 +156,47 @@ def test_training_moves_the_adapter_and_goes_through_the_gate(toy):
         )
     assert result.history.demoted == [2] * 4
     assert result.history.saving == pytest.approx(1 - 9 / 16)
-    moved = [up.abs().max() > 0 for _, up, _ in result.weights.modules.values()]
+    moved = [factors.delta().abs().max() > 0 for factors in result.weights.modules.values()]
     # The last block of a network may have branches that reach no output.
     assert sum(moved) >= 0.9 * len(moved)
     assert "not measured" in result.report
+
+
+@pytest.mark.parametrize("algorithm", ["DoRA", "LoHa", "LoKr"])
+def test_every_algorithm_trains_to_a_file_that_comfyui_loads_and_the_probe_measures(
+    toy, algorithm, tmp_path
+):
+    import comfy.lora
+    from pack.host import lora_file, probing, training
+
+    model, training_set, folder = toy
+    settings = train.Settings(steps=2, learning_rate=1e-3, batch_size=1)
+    chosen = training.Options(settings, 2, 2.0, "", algorithm)
+    opened = gate.by_hand(TIER, 48, (0.0, 1.0))
+    with torch.inference_mode():
+        result = training.run(model, training_set, opened, chosen, tmp_path, counting([], []))
+    moved = [factors.delta().abs().max() > 0 for factors in result.weights.modules.values()]
+    assert sum(moved) >= 0.9 * len(moved)
+    assert result.metadata["ss_network_module"] == "lycoris.kohya"
+    written = {"DoRA": "lora", "LoHa": "loha", "LoKr": "lokr"}[algorithm]
+    assert json.loads(result.metadata["ss_network_args"])["algo"] == written
+
+    path = tmp_path / "trained.safetensors"
+    result.weights.save(path, result.metadata)
+    read, unused = lora_file.read(path, model.model)
+    assert unused == [] and read.fingerprint == result.weights.fingerprint
+    keys = comfy.lora.model_lora_keys_unet(model.model, {})
+    assert len(comfy.lora.load_lora(result.weights.tensors(), keys)) == len(read.modules)
+    with torch.inference_mode():
+        measured, _ = probing.run(
+            model, training_set, options(lora=path), tmp_path, lambda total: lambda: None
+        )
+    parts = ["A", "B", "magnitude"] if algorithm == "DoRA" else ["w1", "w2"]
+    assert measured.settings["parts"] == parts
+    assert measured.settings["adapter"]["algorithm"] == algorithm
+    assert measured.settings["adapter"]["unused_keys"] == 0
+    drawn = gap_map.gap_map(measured)
+    assert set(drawn.gaps[0].parts) == set(parts)
 
 
 def test_the_models_own_density_is_its_schedule(toy):

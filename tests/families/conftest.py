@@ -7,6 +7,7 @@ import pytest
 COLUMNS = {
     "forward": "forward difference",
     "gradient": "difference quotient / gradient",
+    "across": "across it / |gradient|",
     "checkpoint": "checkpointing",
     "rotary": "rotary door",
 }

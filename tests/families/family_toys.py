@@ -72,7 +72,9 @@ def _configured(name: str, config: dict[str, Any], disable_dynamic: bool = False
     import comfy.model_patcher
     import comfy.supported_models
 
-    settings = getattr(comfy.supported_models, name)({**config, "dtype": torch.float32})
+    settings = getattr(comfy.supported_models, name)({"dtype": torch.float32})
+    # After the settings' own defaults, some of which are sizes.
+    settings.unet_config |= config
     settings.set_inference_dtype(torch.float32, None)
     model = settings.get_model({}, "")
     model.diffusion_model.load_state_dict(
@@ -89,3 +91,9 @@ TOYS = {
     "WAN21": Toy(from_checkpoint(checkpoints.wan), (16, 1, 16, 12)),
     "Anima": Toy(from_checkpoint(checkpoints.anima), (16, 1, 8, 12)),
 }
+
+# Last, since these files take their helpers from above.
+import joint_toys  # noqa: E402
+import other_toys  # noqa: E402
+
+TOYS |= joint_toys.TOYS | other_toys.TOYS

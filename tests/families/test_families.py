@@ -45,8 +45,17 @@ def lora(session, rank: int = 2) -> adapter.Weights:
 
 def enlarged(weights: adapter.Weights, factor: float) -> adapter.Weights:
     return adapter.Weights(
-        {name: (down, factor * up, alpha) for name, (down, up, alpha) in weights.modules.items()}
+        {
+            name: adapter.lora(
+                made.tensors["lora_A.weight"], factor * made.tensors["lora_B.weight"], made.alpha
+            )
+            for name, made in weights.modules.items()
+        }
     )
+
+
+def _matrices(factors: adapter.Factors, up_scale: float = 1.0):
+    return factors.tensors["lora_A.weight"], up_scale * factors.tensors["lora_B.weight"]
 
 
 def targets(session):
@@ -78,7 +87,7 @@ def native_velocity(comfy, model, z, sigma, conditioning):
         level = torch.tensor([sigma])
         state, level = (z / (1 - sigma), level / (1 - level)) if rescaled else (z.clone(), level)
         options = comfy.model_patcher.create_model_options_clone(model.model_options)
-        options["transformer_options"]["sample_sigmas"] = torch.tensor([1.0, 0.0])
+        options["transformer_options"]["sample_sigmas"] = level.repeat(2)
         denoised = comfy.samplers.calc_cond_batch(
             model.model, [conds["positive"]], state, level, options
         )[0]
@@ -119,8 +128,30 @@ def test_forward_is_comfyuis_own(comfy, toy, line):
     assert (adapted - native).abs().max() == 0
 
 
+def test_no_grid_of_whole_patches_is_padded(comfy, toy, monkeypatch):
+    """Odd numbers of patches on both axes, as a demoted grid may have."""
+    import comfy.ldm.common_dit
+    from pack.host import families, session
+
+    _, model, latent, _, conditioning = toy
+    pad = comfy.ldm.common_dit.pad_to_patch_size
+
+    def watched(x, *args, **kwargs):
+        out = pad(x, *args, **kwargs)
+        assert out.shape == x.shape
+        return out
+
+    monkeypatch.setattr(comfy.ldm.common_dit, "pad_to_patch_size", watched)
+    patch = families.family_of(model.model).patch
+    z = torch.randn(
+        *latent.shape[:-2], 7 * patch, 5 * patch, generator=torch.Generator().manual_seed(1)
+    )
+    with session.open_session(model) as live, torch.no_grad():
+        assert live.velocity(z, SIGMA, conditioning).shape == z.shape
+
+
 def test_gradient_is_the_finite_difference_of_the_native_forward(comfy, toy, line):
-    from pack.host import session
+    from pack.host import families, session
 
     _, model, latent, noise, conditioning = toy
     z = draws.noised(latent, noise, SIGMA)
@@ -130,25 +161,45 @@ def test_gradient_is_the_finite_difference_of_the_native_forward(comfy, toy, lin
         parameters = live.adapt(weights).parameters
         parts = gradient(live, parameters, latent, noise, conditioning)
     norm = norm_of(parts)
-    direction = [part / norm for part in parts]
-    loss_at = merged_loss(comfy, model, weights, direction, z, latent, noise, conditioning)
-    quotient = settled(loss_at)
+    at = (comfy, model, weights, z, latent, noise, conditioning)
+    along = merged_loss(*at, [part / norm for part in parts])
+    quotient = settled(along, 8e-3, agreeing=3e-4 * norm.item())
     line["gradient"] = f"{quotient / norm.item():.5f}"
     assert quotient == pytest.approx(norm.item(), rel=1e-3)
+    # Along the gradient itself an error at right angles to it would hardly show. In a random
+    # direction, every tensor's share the size of its gradient, it does.
+    if toy[0] in families.FAMILIES:
+        assert all(part.norm() > 0 for part in parts), "a target is not on the image's path"
+    generator = torch.Generator().manual_seed(6)
+    direction = []
+    for part in parts:
+        random = torch.randn(part.shape, generator=generator)
+        direction.append(random * part.norm() / random.norm() / norm)
+    slope = sum((a.double() * b.double()).sum() for a, b in zip(parts, direction)).item()
+    across = settled(merged_loss(*at, direction), 8e-2, agreeing=1e-5 * norm.item())
+    line["across"] = f"{abs(across - slope) / norm.item():.0e}"
+    assert across == pytest.approx(slope, abs=1e-5 * norm.item())
 
 
-def settled(loss_at) -> float:
-    """Central difference quotient at a step whose halving changes nothing."""
+def settled(loss_at, largest: float, agreeing: float) -> float:
+    """Slope of the loss at 0, from steps that are halved until halving changes nothing.
+
+    The first error of a central difference falls with the square of the step, so two of them tell
+    it away.
+    """
+    quotients = []
     before = None
-    for h in (4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4):
-        quotient = (loss_at(h) - loss_at(-h)) / (2 * h)
-        if before is not None and abs(quotient - before) <= 3e-4 * abs(quotient):
-            return quotient
-        before = quotient
+    for h in (largest / 2**halving for halving in range(6)):
+        quotients.append((loss_at(h) - loss_at(-h)) / (2 * h))
+        if len(quotients) > 1:
+            slope = (4 * quotients[-1] - quotients[-2]) / 3
+            if before is not None and abs(slope - before) <= agreeing:
+                return slope
+            before = slope
     raise AssertionError("no step of the difference quotient is settled")
 
 
-def merged_loss(comfy, model, weights, direction, z, latent, noise, conditioning):
+def merged_loss(comfy, model, weights, z, latent, noise, conditioning, direction):
     """Loss of the native forward with W + Delta W, the adapter moved by a step along a
     direction."""
     with torch.inference_mode(False):
@@ -158,13 +209,14 @@ def merged_loss(comfy, model, weights, direction, z, latent, noise, conditioning
     count = len(weights.modules)
 
     def loss_at(step: float) -> float:
-        for index, (name, (down, up, alpha)) in enumerate(sorted(weights.modules.items())):
-            moved_down = down.double() + step * direction[index].double()
-            moved_up = up.double() + step * direction[count + index].double()
-            delta = alpha / down.shape[0] * moved_up @ moved_down
+        for index, (name, made) in enumerate(sorted(weights.modules.items())):
+            moved_down = made.tensors["lora_A.weight"] + step * direction[index].double()
+            moved_up = made.tensors["lora_B.weight"] + step * direction[count + index].double()
+            delta = adapter.lora(moved_down, moved_up, made.alpha).delta()
             network.get_submodule(name).weight.data = (plain[name] + delta).float()
         velocity = native_velocity(comfy, merged, z, SIGMA, conditioning)
-        return draws.velocity_loss(velocity.double(), latent.double(), noise.double()).item()
+        # Not in float32, whose rounding of the mean is as large as what a small step does.
+        return ((velocity.double() - (noise - latent).double()) ** 2).mean().item()
 
     return loss_at
 

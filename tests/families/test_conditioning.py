@@ -1,0 +1,104 @@
+"""Conditioning reaches the model as ComfyUI's own sampler passes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from family_toys import TOYS, from_config
+from test_families import SIGMA, native_velocity
+
+# What ComfyUI's text encoders and conditioning nodes put beside the tokens, by the family that
+# takes it: name -> value for 7 tokens and the toy's latent.
+CASES = {
+    "guidance": ("Flux (guidance)", lambda latent: 1.5),
+    "pooled_output": ("Flux", lambda latent: torch.ones(1, 16)),
+    "reference_latents": ("Flux", lambda latent: [latent.flip(-1)]),
+    "attention_mask": ("QwenImage", lambda latent: torch.tensor([[1, 1, 1, 1, 1, 0, 0]])),
+}
+
+
+def velocities(comfy, model, z, conditioning):
+    """Ours and ComfyUI's."""
+    from pack.host import session
+
+    with session.open_session(model) as live, torch.no_grad():
+        ours = live.velocity(z, SIGMA, conditioning)
+    return ours, native_velocity(comfy, model, z, SIGMA, conditioning)
+
+
+@pytest.mark.parametrize("entry", list(CASES))
+def test_what_is_beside_the_tokens_is_passed(comfy, tmp_path, entry):
+    kind, value = CASES[entry]
+    model = TOYS[kind].model(tmp_path)
+    latent = torch.randn(1, *TOYS[kind].latent, generator=torch.Generator().manual_seed(1))
+    plain = TOYS[kind].conditioning(model)
+    told = [[plain[0][0], {**plain[0][1], entry: value(latent)}]]
+    ours, native = velocities(comfy, model, latent, told)
+    assert (ours - native).abs().max() == 0
+    without, _ = velocities(comfy, model, latent, plain)
+    assert (ours - without).abs().max() > 1e-3
+
+
+def test_animas_token_ids_go_through_its_text_adapter(comfy, tmp_path):
+    """With every weight of the adapter there: the sampler runs it before the first step, the pack
+    in the forward."""
+    from pack.host import text
+
+    model = from_config(
+        "Anima",
+        {
+            "image_model": "anima",
+            "max_img_h": 240,
+            "max_img_w": 240,
+            "max_frames": 128,
+            "in_channels": 16,
+            "out_channels": 16,
+            "patch_spatial": 2,
+            "patch_temporal": 1,
+            "concat_padding_mask": True,
+            "model_channels": 192,
+            "num_blocks": 2,
+            "num_heads": 16,
+            "crossattn_emb_channels": 1024,
+            "pos_emb_cls": "rope3d",
+            "pos_emb_learnable": True,
+            "pos_emb_interpolation": "crop",
+            "min_fps": 1,
+            "max_fps": 30,
+            "use_adaln_lora": True,
+            "adaln_lora_dim": 256,
+            "rope_h_extrapolation_ratio": 4.0,
+            "rope_w_extrapolation_ratio": 4.0,
+            "rope_t_extrapolation_ratio": 1.0,
+            "extra_per_block_abs_pos_emb": False,
+            "rope_enable_fps_modulation": False,
+        },
+    )(tmp_path)
+    z = torch.randn(1, 16, 1, 8, 12, generator=torch.Generator().manual_seed(1))
+    tokens = torch.randn(1, 7, 1024, generator=torch.Generator().manual_seed(2))
+    found = []
+    for ids in ([3, 1, 4, 1, 5], [2, 7, 1, 8, 2]):
+        beside = {
+            "t5xxl_ids": torch.tensor(ids, dtype=torch.int),
+            "t5xxl_weights": torch.ones(len(ids)),
+        }
+        text.check_plain([[tokens, beside]], "picture 1")
+        ours, native = velocities(comfy, model, z, [[tokens, beside]])
+        assert (ours - native).abs().max() == 0
+        found.append(ours)
+    assert (found[0] - found[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", list(TOYS))
+def test_an_empty_caption_without_a_text_encoder_works(comfy, tmp_path, kind):
+    from pack.host import families, session, text
+
+    model = TOYS[kind].model(tmp_path)
+    if families.family_of(model.model).text is None:
+        with pytest.raises(ValueError, match="connect CLIP or CONDITIONING"):
+            text.zero_conditioning(model.model)
+        return
+    z = torch.randn(1, *TOYS[kind].latent, generator=torch.Generator().manual_seed(1))
+    with session.open_session(model) as live, torch.no_grad():
+        out = live.velocity(z, SIGMA, text.zero_conditioning(model.model))
+    assert torch.isfinite(out).all() and out.std() > 1e-3
