@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """What ComfyUI's own Train LoRA does on the toy of every family, beside the pack.
 
-One step of its trainer in float32 tells its gradient. The truth is the gradient that the pack takes
+One step of its trainer in float32 tells its gradient. The truth is the gradient the pack takes
 of the same loss at the same noisy latent, sigma and LoRA, which the suite compares with finite
 differences of the host's forward. Per family: the cosine of the two on the Linears of the image
-stream, with the trainer's checkpointing as it comes (on) and off, and as it comes for a batch of two
-pictures with captions of their own. Run with the Python that runs ComfyUI:
+stream, with the trainer's checkpointing as it comes (on) and off, and as it comes for a batch of
+two pictures with captions of their own. Run with the Python that runs ComfyUI:
 
     .comfyui/venv/bin/python bench/against_native_trainer.py .comfyui/ComfyUI
 """
@@ -67,8 +67,9 @@ def true_gradient(
     was."""
     import comfy.model_sampling
     import torch
-    from demotion import adapter
     from pack.host import families, session
+
+    from demotion import adapter
 
     with torch.inference_mode(False), session.open_session(model) as live:
         linears = families.linears(live.network)

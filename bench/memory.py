@@ -58,8 +58,9 @@ def counter(network: Any) -> Any:
 def ours(model: Any, latent: Any, conditioning: Any, checkpointing: bool) -> tuple[float, float]:
     """Peak bytes of a gradient, and the formula's."""
     import torch
-    from demotion import adapter, draws
     from pack.host import families, memory, session
+
+    from demotion import adapter, draws
 
     with session.open_session(model, checkpointing=checkpointing) as live:
         linears = families.linears(live.network)

@@ -181,7 +181,8 @@ def gap_map(measurement: Measurement, *, estimator: str = "one_set",
     gaps = [gap for family in families for gap in _family_gaps(context, family)]
     return GapMap(estimand="ratio", estimator=estimator, control=control, margin=margin,
                   key=measurement.key, draws=max(cell.count for cell in cells.values()),
-                  images=len(images), settings=measurement.settings, gaps=tuple(gaps), checks=measurement.checks)
+                  images=len(images), settings=measurement.settings, gaps=tuple(gaps),
+                  checks=measurement.checks)
 
 
 def headline(gap_map: GapMap) -> str:

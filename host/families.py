@@ -16,7 +16,7 @@ import comfy.model_sampling
 import comfy.ops
 import torch
 
-from ..demotion import draws
+from ..demotion import draws, grid
 
 FLOW = (comfy.model_sampling.CONST, comfy.model_sampling.COSMOS_RFLOW)
 
@@ -35,6 +35,9 @@ class Family:
     text            shapes of its shortest conditioning, from the diffusion model; None if unknown
     overwritten     pattern of modules whose input the model writes over after they saved it for the
                     backward; None if it has none
+    longest         most tokens on an edge that its position table holds; None without a limit
+    kept            what its blocks keep for the backward, over what the Linears that take a LoRA
+                    tell
     """
 
     name: str
@@ -42,6 +45,8 @@ class Family:
     targets: str
     text: Callable[[torch.nn.Module], Text] | None = None
     overwritten: str | None = None
+    longest: Callable[[torch.nn.Module], int | None] = lambda network: None
+    kept: float = 1.0
 
 
 def _flux_text(network: torch.nn.Module) -> Text:
@@ -133,7 +138,13 @@ FAMILIES = {
     "Chroma": Family("Chroma", 2, _FLUX, _flux_text),
     "HunyuanVideo": Family("HunyuanVideo", 2, _FLUX, _hunyuan_text),
     "HunyuanImage21": Family("HunyuanImage 2.1", 1, _FLUX, _hunyuan_text),
-    "SD3": Family("SD 3", 2, r"^joint_blocks\.\d+\.x_block\.(attn2?|mlp)\.", _sd3_text),
+    "SD3": Family(
+        "SD 3",
+        2,
+        r"^joint_blocks\.\d+\.x_block\.(attn2?|mlp)\.",
+        _sd3_text,
+        longest=lambda network: network.pos_embed_max_size,
+    ),
     "AuraFlow": Family(
         "AuraFlow",
         2,
@@ -191,6 +202,7 @@ FAMILIES = {
         r"|^pixel_blocks\.\d+\.(compress_to_attn|expand_from_attn|attn\.|mlp\.)",
         _pixeldit_text,
         overwritten=r"pixel_blocks\.\d+\.norm2",
+        kept=8.5,
     ),
 }
 
@@ -224,6 +236,18 @@ def _not_plain(model: comfy.model_base.BaseModel) -> str | None:
     if type(model).__name__ in WITH_SOUND:
         return "that makes pictures and sound together, which are two latents"
     return None
+
+
+def check_grid(model: comfy.model_base.BaseModel, cells: grid.Grid, name: str) -> None:
+    """Raise ValueError when a picture's grid of latent cells is beyond a model's position table."""
+    family = family_of(model)
+    longest = family.longest(model.diffusion_model)
+    edge = max(cells) // family.patch
+    if longest is not None and edge > longest:
+        raise ValueError(
+            f"{name} has a grid of {edge} tokens on its longer edge, and the position table of "
+            f"this {family.name} holds {longest}: choose a smaller native_tier or crop the picture"
+        )
 
 
 def _unlisted(kind: str, network: torch.nn.Module) -> Family:

@@ -85,7 +85,8 @@ def activation_bytes(
     With T tokens, b bytes an element, and for each block w = the sum of inputs and outputs of its
     targeted Linears, u = the sum of their inputs: a block keeps k = T (1.3 b w + 4 u), the second
     term only below float32, where the adapter casts its inputs. All blocks: sum k. Checkpointed:
-    T 2 b n h + 2/1.3 max k, with n blocks of width h.
+    T 2 b n h + 2/1.3 max k, with n blocks of width h. Families whose blocks keep more have a factor
+    on k.
     """
     sizes = [
         [
@@ -99,7 +100,9 @@ def activation_bytes(
     itemsize = dtype.itemsize
     casts = FLOAT32 if itemsize < FLOAT32 else 0
     kept = [
-        tokens * sum(KEPT * itemsize * (into + out) + casts * into for into, out in block)
+        family.kept
+        * tokens
+        * sum(KEPT * itemsize * (into + out) + casts * into for into, out in block)
         for block in sizes
     ]
     if not checkpointing:

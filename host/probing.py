@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from ..demotion import adapter, arms, draws, grid, measure, probe
+from ..demotion import adapter, arms, draws, measure, probe
 from . import families, lora_file, memory, rotary, session, text
-
 
 # Draws on which a precision below float32 is compared with it.
 PRECISION_DRAWS = 4

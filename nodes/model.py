@@ -37,8 +37,8 @@ class InspectModel(io.ComfyNode):
             node_id="DemotionInspectModel",
             display_name="Inspect Model",
             category=wires.CATEGORY,
-            description="Shows a model's family, latents, tokens, sigma range and rotary table, and "
-            "the Linears that a LoRA would sit on, before any time is spent.",
+            description="Shows a model's family, latents, tokens, sigma range and rotary table, "
+            "and the Linears that a LoRA would sit on, before any time is spent.",
             search_aliases=["lora targets", "preview targets", "model info"],
             is_output_node=True,
             inputs=[

@@ -13,7 +13,7 @@ from comfy_api.latest import io
 from PIL import Image, ImageOps
 
 from ..demotion import arms, grid
-from ..host import families, text
+from ..host import families, session, text
 from ..host import vae as host_vae
 from . import files, rotary, wires
 from .progress import Progress, tell
@@ -235,6 +235,7 @@ class TrainingSet(io.ComfyNode):
     ) -> io.NodeOutput:
         model, native_tier, node_id = model[0], native_tier[0], cls.hidden.unique_id
         family = families.family_of(model.model)
+        session.check_loadable(model)
         host_vae.check_fits(vae[0], model.model)
         codec = host_vae.VaeCodec(vae[0])
         pictures = [picture for batch in images for picture in batch]
@@ -269,6 +270,10 @@ class TrainingSet(io.ComfyNode):
             text.check_plain(given[index], name)
             pixels = _to_bytes(picture[..., :3])
             size = pixels.shape[:2]
+            native = grid.native_grid(
+                size, native_tier, vae_factor=codec.factor, patch=family.patch
+            )
+            families.check_grid(model.model, native, name)
             items.append(
                 arms.Item(
                     image=arms.content_hash(pixels),
@@ -278,9 +283,7 @@ class TrainingSet(io.ComfyNode):
                     size=size,
                     caption=captions[index],
                     repeats=repeats[index],
-                    native=grid.native_grid(
-                        size, native_tier, vae_factor=codec.factor, patch=family.patch
-                    ),
+                    native=native,
                     conditioning=given[index],
                 )
             )

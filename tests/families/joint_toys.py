@@ -119,7 +119,21 @@ def hunyuan_image(folder: Path) -> Path:
     )
 
 
-def _hunyuan(path: Path, **config) -> Path:
+def hunyuan_image_mean_flow(folder: Path) -> Path:
+    """HunyuanImage 2.1 as distilled: a second time, the end of the mean flow."""
+    return _hunyuan(
+        folder / "toy_hunyuan_image_mean_flow.safetensors",
+        in_channels=64,
+        out_channels=64,
+        patch_size=[1, 1],
+        axes_dim=[64, 64],
+        vec_in_dim=None,
+        guidance_embed=False,
+        meanflow=True,
+    )
+
+
+def _hunyuan(path: Path, meanflow: bool = False, **config) -> Path:
     import comfy.ldm.hunyuan_video.model as hunyuan_model
 
     return _saved(
@@ -134,7 +148,7 @@ def _hunyuan(path: Path, **config) -> Path:
         theta=256,
         qkv_bias=True,
         byt5=False,
-        meanflow=False,
+        meanflow=meanflow,
         use_cond_type_embedding=False,
         vision_in_dim=None,
         meanflow_sum=False,

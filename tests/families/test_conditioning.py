@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from family_toys import TOYS, from_config
+from family_toys import TOYS, from_checkpoint, from_config
 from test_families import SIGMA, native_velocity
 
 # What ComfyUI's text encoders and conditioning nodes put beside the tokens, by the family that
@@ -87,6 +87,34 @@ def test_animas_token_ids_go_through_its_text_adapter(comfy, tmp_path):
         assert (ours - native).abs().max() == 0
         found.append(ours)
     assert (found[0] - found[1]).abs().max() > 1e-3
+
+
+def test_a_mean_flow_model_is_asked_for_the_velocity_at_its_own_sigma(comfy, tmp_path):
+    """Its forward looks up the next step's sigma, and leaves its embedding out where sigma is in no
+    schedule: the mean velocity up to sigma itself is the velocity there."""
+    import joint_toys
+    from pack.host import session
+
+    model = from_checkpoint(joint_toys.hunyuan_image_mean_flow)(tmp_path)
+    z = torch.randn(1, *TOYS["HunyuanImage21"].latent, generator=torch.Generator().manual_seed(1))
+    conditioning = TOYS["HunyuanImage21"].conditioning(model)
+    ours, native = velocities(comfy, model, z, conditioning)
+    assert (ours - native).abs().max() == 0
+    with session.open_session(model) as live, torch.no_grad():
+        live.network.time_r_in.out_layer.weight.zero_()
+        live.network.time_r_in.out_layer.bias.zero_()
+        without = live.velocity(z, SIGMA, conditioning)
+    assert (ours - without).abs().max() > 1e-2
+
+
+def test_a_grid_beyond_a_position_table_is_refused_by_the_picture(comfy, tmp_path):
+    from pack.host import families
+
+    model = TOYS["SD3"].model(tmp_path).model
+    families.check_grid(model, (64, 64), "picture 1")
+    with pytest.raises(ValueError, match="picture 2 has a grid of 33 tokens.*holds 32"):
+        families.check_grid(model, (64, 66), "picture 2")
+    families.check_grid(TOYS["Flux"].model(tmp_path).model, (64, 66), "picture 2")
 
 
 @pytest.mark.parametrize("kind", list(TOYS))
