@@ -210,7 +210,7 @@ class OwnText(Toy):
 TOYS = {
     "CosmosPredict2": Toy(from_checkpoint(cosmos_predict2), (16, 1, 8, 12)),
     "WAN22": Toy(from_checkpoint(wan22), (48, 1, 16, 12)),
-    "Krea2": Toy(from_checkpoint(krea2), (16, 1, 16, 12)),
+    "Krea2": Toy(from_checkpoint(krea2), (16, 1, 32, 20)),
     "Omnigen2": OwnText(from_config("Omnigen2", OMNIGEN2), (16, 16, 12), 32, masked=True),
     "Kandinsky5": Toy(from_checkpoint(kandinsky5), (16, 1, 16, 12)),
     "Kandinsky5Image": Toy(from_config("Kandinsky5Image", KANDINSKY5_IMAGE), (16, 16, 12)),

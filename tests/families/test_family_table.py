@@ -62,27 +62,6 @@ def test_the_mask_of_an_empty_text_counts_its_token(comfy):
     assert beside["attention_mask"].sum().item() == token.shape[1] == 1
 
 
-def test_every_target_of_a_listed_family_takes_part(toy):
-    from pack.host import families, session
-
-    entry, model = toy
-    if type(model.model).__name__ not in families.FAMILIES:
-        pytest.skip("targets are all Linears of its blocks, of the text too")
-    latent, noise = torch.randn(2, 1, *entry.latent, generator=torch.Generator().manual_seed(2))
-    with session.open_session(model) as live:
-        live.check_additions(latent, entry.conditioning(model))
-        weights = test_families.lora(live)
-        layers = live.adapt(weights)
-        z = draws.noised(latent, noise, SIGMA)
-        predicted = live.velocity(z, SIGMA, entry.conditioning(model))
-        loss = draws.velocity_loss(predicted, latent, noise)
-        gradients = torch.autograd.grad(
-            loss, layers.parameters, allow_unused=True, materialize_grads=True
-        )
-    assert weights.modules
-    assert all(gradient.norm() > 0 for gradient in gradients)
-
-
 def test_sigma_ends_where_the_schedule_does(toy):
     """The velocity of pure noise, and the end that ComfyUI's own table has."""
     from pack.host import families, session
