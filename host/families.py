@@ -213,8 +213,8 @@ WITH_SOUND = ("LTXAV", "MiniMaxH3")
 def family_of(model: comfy.model_base.BaseModel) -> Family:
     """Family of a loaded model.
 
-    Raises ValueError, naming its kind, for a model that is not flow matching, and for one of an
-    unlisted family whose patch or blocks cannot be told.
+    Raises ValueError, naming its kind, for a model that is not flow matching of one latent with
+    noise of deviation 1, and for one of an unlisted family whose patch or blocks cannot be told.
     """
     kind = type(model).__name__
     why = _not_plain(model)
