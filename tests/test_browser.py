@@ -197,7 +197,7 @@ def test_a_node_moves_with_the_mouse(page: Page, tmp_path: Path) -> None:
     moved = np.subtract(after["pos"], before["pos"]) * before["scale"]
     # The grid may round where a node comes to rest.
     assert np.abs(moved - [90, -50]).max() <= 10 * before["scale"] + 1
-    assert len(prompt_of(page)) == 10
+    assert len(prompt_of(page)) == 12
 
 
 def test_gate_by_hand_is_saved_and_shown(page: Page, server: Any, tmp_path: Path) -> None:

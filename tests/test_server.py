@@ -67,6 +67,8 @@ def graph(name: str, **changes) -> dict:
             adapter="[fresh adapter]",
             rank=2,
             targets="",
+            compute="model",
+            checkpointing=False,
         ),
         "cosine": node(
             "DemotionDebiasedCosine",
@@ -98,6 +100,9 @@ def graph(name: str, **changes) -> dict:
             warmup_steps=0,
             targets="",
             name="lora",
+            algorithm="LoRA",
+            compute="model",
+            checkpointing=True,
         ),
     }
     for name, inputs in changes.items():
