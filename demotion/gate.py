@@ -116,8 +116,8 @@ def from_gap_map(gap_map: GapMap) -> Gate:
     """The gate of a map: one rule per run of adjacent safe bins of a route, cheaper tiers first.
 
     A bin that is safe on a plain demoted grid is demoted plainly: a rotary alignment serves the
-    bins that are safe with it alone. Empty when nothing is safe; the notes say which bins are open
-    and what would decide them.
+    bins that are safe with it alone. The endpoint sigma = 1 is no window: training does not draw it.
+    Empty when nothing is safe; the notes say which bins are open and what would decide them.
     """
     routes = sorted(filter(is_route, gap_map.arms),
                     key=lambda arm: (Arm.parse(arm).tier, Arm.parse(arm).rotary is not None))
@@ -125,7 +125,8 @@ def from_gap_map(gap_map: GapMap) -> Gate:
     for arm in routes:
         tier, mode = Arm.parse(arm).tier, Arm.parse(arm).rotary
         bins = [gap.bin for gap in gap_map.of(arm)
-                if gap.verdict == verdict.SAFE and (tier, gap.bin) not in taken]
+                if gap.verdict == verdict.SAFE and gap.bin[0] < gap.bin[1]
+                and (tier, gap.bin) not in taken]
         taken.update((tier, edges) for edges in bins)
         rules += [Rule((gap_map.native_tier, tier), window, rotary=mode)
                   for window in _windows(bins)]
@@ -244,6 +245,7 @@ def _windows(bins: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float
 
 def _basis(settings: Mapping[str, Any]) -> dict[str, str]:
     return {"model": settings["model"]["fingerprint"], "adapter": settings["adapter"]["kind"],
+            "algorithm": settings["adapter"].get("algorithm", "LoRA"),
             "dtype": settings["environment"]["dtype"]}
 
 

@@ -114,14 +114,18 @@ def run(
         )
         weights = trained.weights()
         metadata = _metadata(live, training_set, opened, options)
-        differences = _differences(live, opened)
+        differences = _differences(live, opened, options)
     report = "\n".join(differences + [_report(training_set, opened, options, history)])
     return Result(weights, history, metadata, report)
 
 
-def _differences(live: session.Session, opened: gate.Gate) -> list[str]:
+def _differences(live: session.Session, opened: gate.Gate, options: Options) -> list[str]:
     """What a measured gate was measured on and this run is not."""
-    here = {"model": live.fingerprint, "dtype": live.environment["dtype"]}
+    here = {
+        "model": live.fingerprint,
+        "algorithm": options.algorithm,
+        "dtype": live.environment["dtype"],
+    }
     return [
         f"Note: the gate was measured on {name} {opened.basis[name]}, this run has {value}: "
         "its windows may not hold here."

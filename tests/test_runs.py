@@ -163,6 +163,30 @@ def test_training_moves_the_adapter_and_goes_through_the_gate(toy):
     assert "not measured" in result.report
 
 
+def test_a_gate_measured_on_something_else_is_flagged(toy):
+    from pack.host import training
+
+    model, training_set, folder = toy
+    basis = {"model": "0123456789abcdef", "algorithm": "LoRA", "dtype": "bfloat16"}
+    opened = gate.Gate((), True, 0.05, "feedfacefeedface", TIER, basis)
+    settings = train.Settings(steps=1, learning_rate=1e-4)
+    with torch.inference_mode():
+        result = training.run(
+            model,
+            training_set,
+            opened,
+            training.Options(settings, 2, 2.0, "", "DoRA"),
+            folder,
+            counting([], []),
+        )
+    notes = [line for line in result.report.splitlines() if line.startswith("Note:")]
+    assert [note.split(",")[0] for note in notes] == [
+        "Note: the gate was measured on model 0123456789abcdef",
+        "Note: the gate was measured on algorithm LoRA",
+        "Note: the gate was measured on dtype bfloat16",
+    ]
+
+
 @pytest.mark.parametrize("algorithm", ["DoRA", "LoHa", "LoKr"])
 def test_every_algorithm_trains_to_a_file_that_comfyui_loads_and_the_probe_measures(
     toy, algorithm, tmp_path
