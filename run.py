@@ -3,6 +3,8 @@
 
     python3 run.py demo     measure, map, gate and train on the demo models, and name the files made
     python3 run.py serve    leave ComfyUI running with the pack and the demo models in place
+    python3 run.py probe    measure a model on a folder of pictures, without a server (probe --help)
+    python3 run.py analyse  draw the map of measurement files and say what it shows (analyse --help)
     python3 run.py test     run the tests; unknown arguments and paths go to pytest
 
 Without --comfyui everything is installed into .comfyui/ beside this file, once. With --comfyui DIR
@@ -10,7 +12,8 @@ Without --comfyui everything is installed into .comfyui/ beside this file, once.
 
 Two halves. The first needs nothing but Python's standard library: it prepares a ComfyUI and its
 Python, then replaces itself. The second runs under that Python, which has aiohttp because ComfyUI
-requires it: it starts the server and follows a workflow. Tests use Server, queue and link too.
+requires it: it starts the server and follows a workflow, or runs the pack's own functions. Tests
+use Server, queue and link too.
 
 Run on Linux x86-64 with CPython 3.11; its own tests with 3.10, 3.12 and 3.13 too. Written for
 macOS and Windows as well, where it was not run.
@@ -39,11 +42,13 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
+    from types import ModuleType
     from typing import Self  # Python 3.11
 
     OnEvent = Callable[[str, dict], None]
@@ -589,6 +594,16 @@ def fetch(url: str) -> Any:
         return json.load(answer)
 
 
+def comfyui_arguments(python: str, base: Path | None) -> list[str]:
+    """What ComfyUI is told in any process: how it computes, and where its folders are."""
+    arguments = ["--use-pytorch-cross-attention"]
+    if base:
+        arguments += ["--base-directory", str(base)]
+    if not has_accelerator(python):
+        arguments += ["--cpu"]  # ComfyUI does not come up without a GPU unless told
+    return arguments
+
+
 class Server:
     """A ComfyUI server with this pack: `with Server(...) as server` is ready inside, gone after.
 
@@ -621,11 +636,7 @@ class Server:
         command = [self.python, str(self.comfyui / "main.py")]
         command += ["--listen", "127.0.0.1", "--port", str(self.port), "--disable-auto-launch"]
         command += ["--temp-directory", temp, "--database-url", "sqlite:///:memory:"]
-        command += ["--use-pytorch-cross-attention"]
-        if self.base:
-            command += ["--base-directory", str(self.base)]
-        if not has_accelerator(self.python):
-            command += ["--cpu"]  # ComfyUI does not come up without a GPU unless told
+        command += comfyui_arguments(self.python, self.base)
         if self.alone:
             command += ["--disable-api-nodes", "--disable-all-custom-nodes"]
             command += ["--whitelist-custom-nodes", self.name]
@@ -890,6 +901,47 @@ def serve(host: Host, port: int | None) -> None:
         server.process.wait()
 
 
+def probe(host: Host, options: argparse.Namespace) -> None:
+    """Measure in this process and name the file. Raises Stop; Ctrl-C keeps what is finished."""
+    # In place of this folder, whose nodes/ would hide ComfyUI's nodes.py.
+    sys.path[0] = str(host.comfyui)
+    sys.argv[1:] = comfyui_arguments(host.python, host.base)
+    import comfy.options
+
+    comfy.options.enable_args_parsing()
+    headless = import_pack("nodes.headless")
+    try:
+        measured, path = headless.probe(**vars(options))
+    except ValueError as error:
+        raise Stop(str(error)) from error
+    except KeyboardInterrupt:
+        print("\nWhat is finished is kept: the same command goes on from there.", end="")
+        raise
+    print(f"{len(measured.cells)} cells in {path}")
+    print(f"Its map: python3 run.py analyse {shlex.quote(str(path))}")
+
+
+def import_pack(module: str) -> ModuleType:
+    """A module of this pack, which is imported as ComfyUI does it: by its path."""
+    name = PACK_NAME.replace("-", "_")
+    place = PACK / "__init__.py"
+    spec = spec_from_file_location(name, place, submodule_search_locations=[str(PACK)])
+    sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return import_module(f"{name}.{module}")
+
+
+def analyse(host: Host, options: argparse.Namespace) -> None:
+    """Draw the map of measurement files and print it. Raises Stop."""
+    from demotion.analyse import analyse  # needs no ComfyUI, only its Python
+
+    try:
+        words, written = analyse(**vars(options))
+    except ValueError as error:
+        raise Stop(str(error)) from error
+    print(words, *written, sep="\n")
+
+
 def test(host: Host, arguments: Sequence[str]) -> NoReturn:
     """Become pytest. Paths among the arguments replace the folder of all tests."""
     named = any((PACK / argument.split("::")[0]).exists() for argument in arguments)
@@ -906,15 +958,127 @@ def port_number(text: str) -> int:
     return int(text)
 
 
+def probe_parser() -> argparse.ArgumentParser:
+    """The options of probe, as `nodes.headless.probe` takes them."""
+    parser = argparse.ArgumentParser(
+        prog="run.py probe",
+        description="Measure LoRA gradients of every arm on a folder of pictures. A file is named "
+        "by its settings: the same command again continues it.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", metavar="FILE", type=Path, required=True, help="the diffusion model")
+    add("--vae", metavar="FILE", type=Path, required=True, help="its VAE")
+    add(
+        "--images",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="pictures, with .txt captions beside them",
+    )
+    add(
+        "--clip",
+        metavar="FILE",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="text encoders for the captions; without them the model gets one zero token",
+    )
+    add(
+        "--clip-type",
+        metavar="TYPE",
+        default="stable_diffusion",
+        help="what ComfyUI's CLIP loader calls the model's kind",
+    )
+    add("--native-tier", metavar="PX", type=int, default=1024, help="nominal edge of training")
+    add("--target-tiers", metavar="PX", type=int, nargs="+", default=[], help="tiers to demote to")
+    add(
+        "--arms",
+        metavar="ARM",
+        dest="other_arms",
+        nargs="+",
+        default=[],
+        help="further arms by name: reenc, repromote:768",
+    )
+    add(
+        "--preset",
+        choices=("quick", "map", "full"),
+        default="map",
+        help="how much to measure; the next five change parts of it",
+    )
+    add("--bins", help="a count of equal bins of sigma, or edges: '0.1-0.3, 0.3-0.5'")
+    add("--draws", type=int, help="draws per picture and bin")
+    add("--looks", type=int, help="planned looks: decided bins get no more pictures")
+    add("--diagnostics", action=argparse.BooleanOptionalAction, help="measure null and controls")
+    add("--margin", type=float, default=0.05, help="distance that counts as safe at a look")
+    add("--sketch", metavar="BUCKETS", type=int, default=0, help="sketch products of pictures")
+    add("--seed", type=int, default=0, help="names all random numbers")
+    add(
+        "--noise",
+        choices=("shared", "independent"),
+        default="shared",
+        help="whether the arms of a draw share their noise",
+    )
+    add("--lora", metavar="FILE", type=Path, help="the LoRA whose gradient is taken, if not fresh")
+    add("--rank", type=int, default=8, help="rank of a fresh LoRA")
+    add("--targets", metavar="REGEX", default="", help="Linears that a fresh LoRA sits on")
+    add(
+        "--compute",
+        choices=("model", "bf16", "fp16", "fp32"),
+        default="model",
+        help="precision of the forward and backward",
+    )
+    add("--checkpointing", action="store_true", help="less memory, more time")
+    add(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        help="use this output folder, if not ComfyUI's",
+    )
+    return parser
+
+
+def analyse_parser() -> argparse.ArgumentParser:
+    """The options of analyse, as `demotion.analyse.analyse` takes them."""
+    parser = argparse.ArgumentParser(
+        prog="run.py analyse",
+        description="Print the gap map of a measurement, or of several of different pictures as "
+        "one, and write it as JSON and as a figure.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("files", metavar="FILE", type=Path, nargs="+", help="measurement files (.jsonl)")
+    add("--published", action="store_true", help="FILE holds released rows of cosines: only print")
+    add("--estimand", default="ratio", help="what is averaged over the pictures, and how")
+    add("--estimator", default="one_set", help="one_set or two_set")
+    add("--control", metavar="ARM", help="an arm whose distance is subtracted")
+    add("--margin", type=float, default=0.05, help="distance that still counts as safe")
+    add(
+        "--output",
+        metavar="PREFIX",
+        type=Path,
+        help="what the names of the written files begin with, if not FILE_map",
+    )
+    return parser
+
+
+# Commands with options of their own.
+PARSERS = {"probe": probe_parser, "analyse": analyse_parser}
+
+
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and for test what pytest gets."""
+    """The options, and what is left: for test what pytest gets, for others their own options,
+    which are valid."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=not PARSERS.keys() & set(arguments),
     )
     add = parser.add_argument
-    add("command", choices=("demo", "serve", "test"))
+    add("command", choices=("demo", "serve", "probe", "analyse", "test"))
     add("--comfyui", metavar="DIR", type=Path, help="use this ComfyUI (default: COMFYUI_PATH)")
     add("--python", metavar="EXE", help="the Python of that ComfyUI, if it is not found by itself")
     add("--install", action="store_true", help="install the requirements which that Python lacks")
@@ -926,9 +1090,11 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         options.comfyui = Path(os.environ["COMFYUI_PATH"])
     if options.comfyui is None and (options.python or options.install):
         parser.error("--python and --install go with --comfyui DIR")
-    if options.command == "test" and options.port:
-        parser.error("test takes no --port: each server that the tests start finds a free one")
-    if options.command != "test" and rest:
+    if options.command not in ("demo", "serve") and options.port:
+        parser.error("--port goes with demo and serve")
+    if options.command in PARSERS:
+        PARSERS[options.command]().parse_args(rest)
+    elif options.command != "test" and rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     return options, rest
 
@@ -941,8 +1107,12 @@ def run(arguments: Sequence[str]) -> None:
     if options.cpu:
         os.environ["DEMOTION_CPU"] = "1"
     if options.ready:
-        command = {"demo": demo, "serve": serve}[options.command]
-        command(Host(options.comfyui, options.python), options.port)
+        host = Host(options.comfyui, options.python)
+        if options.command in PARSERS:
+            own = PARSERS[options.command]().parse_args(rest)
+            {"probe": probe, "analyse": analyse}[options.command](host, own)
+        else:
+            {"demo": demo, "serve": serve}[options.command](host, options.port)
         return
     with_tests = options.command == "test"
     if options.comfyui:
@@ -953,7 +1123,7 @@ def run(arguments: Sequence[str]) -> None:
         test(host, rest)
     found = ["--ready", "--comfyui", str(host.comfyui), "--python", host.python]
     port = ["--port", str(options.port)] if options.port else []
-    hand_over([host.python, __file__, options.command, *found, *port])
+    hand_over([host.python, __file__, options.command, *found, *port, *rest])
 
 
 def main() -> int:

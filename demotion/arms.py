@@ -8,8 +8,12 @@ demote:E       the picture downscaled in pixel space to tier E, then encoded: wh
                see
 demote:E+MODE  the same latent under the same noise, with a rotary alignment of its grid to the
                native one (rotary.py)
+shifted:E      the demoted latent, under the same noise, at the sigma where its low frequencies
+               have the native signal-to-noise ratio (draws.shifted_sigma): a diagnostic
 repromote:E    that downscaled picture carried back up to the native grid, then encoded: data
                without the grid
+resample:E     the native picture enlarged by the route's nominal edge ratio and brought back, then
+               encoded: the price of resampling alone
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ PIXELS = "lanczos-1"
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm by kind; for demote and repromote target tier in pixels; for demote rotary mode."""
+    """An arm by kind; for those of a route target tier in pixels; for demote rotary mode."""
 
     kind: str
     tier: int | None = None
@@ -51,8 +55,8 @@ class Arm:
 
     @property
     def plain(self) -> Arm:
-        """The arm without its rotary alignment, whose latent and noise it shares."""
-        return replace(self, rotary=None)
+        """The arm whose latent and noise it shares: without alignment, at src's own sigma."""
+        return replace(self, kind="demote" if self.kind == "shifted" else self.kind, rotary=None)
 
 
 SRC, NULL, REENC = Arm("src"), Arm("null"), Arm("reenc")
@@ -130,17 +134,16 @@ class TrainingSet:
 
     def grid_of(self, item: Item, arm: Arm) -> grid.Grid | None:
         """Grid of an item's arm in latent cells; None off-route."""
-        if arm.kind == "demote":
-            return grid.demoted_grid(
-                item.native,
-                self.native_tier,
-                arm.tier,
-                vae_factor=self.vae_factor,
-                patch=self.patch,
-            )
-        if arm.kind == "repromote" and self.grid_of(item, Arm("demote", arm.tier)) is None:
-            return None
-        return item.native
+        if arm.tier is None:
+            return item.native
+        demoted = grid.demoted_grid(
+            item.native,
+            self.native_tier,
+            arm.tier,
+            vae_factor=self.vae_factor,
+            patch=self.patch,
+        )
+        return demoted if demoted is None or arm.plain.kind == "demote" else item.native
 
     def arms_of(self, item: Item) -> list[Arm]:
         """The arms that this item has a latent for."""
@@ -154,6 +157,7 @@ class TrainingSet:
         named_by = (
             item.image,
             item.native,
+            self.native_tier,
             str(arm.plain),
             self.grid_of(item, arm),
             self.codec.fingerprint,
@@ -207,9 +211,14 @@ def arm_pixels(training_set: TrainingSet, item: Item, arm: Arm) -> np.ndarray:
         return training_set.codec.decode(training_set.latent(item, SRC))
     if arm.kind == "src":
         return resample.lanczos(item.pixels(), native, item.box())
+    if arm.kind == "resample":
+        picture = resample.lanczos(item.pixels(), native, item.box())
+        ratio = training_set.native_tier / arm.tier
+        enlarged = round(native[0] * ratio), round(native[1] * ratio)
+        return resample.lanczos(resample.lanczos(picture, enlarged), native)
     cells = training_set.grid_of(item, Arm("demote", arm.tier))
     demoted = resample.lanczos(item.pixels(), training_set.pixel_size(cells), item.box())
-    return demoted if arm.kind == "demote" else resample.lanczos(demoted, native)
+    return resample.lanczos(demoted, native) if arm.kind == "repromote" else demoted
 
 
 def add_arm(training_set: TrainingSet, arm: Arm, tick: Callable[[], None]) -> TrainingSet:

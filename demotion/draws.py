@@ -18,6 +18,8 @@ import scipy.stats
 import torch
 
 Bin = tuple[float, float]
+# Sigma is exactly 1 there, and the model's input exactly the noise.
+ENDPOINT: Bin = (1.0, 1.0)
 
 
 def stream(*name: object) -> np.random.Generator:
@@ -35,38 +37,58 @@ def contiguous_bins(count: int, low: float = 0.0, high: float = 1.0) -> list[Bin
 
 
 def parse_bins(text: str) -> list[Bin]:
-    """Bins from a count ("8") or from edges ("0.1-0.3, 0.3-0.5"), in ascending order.
+    """Bins from a count ("8") or from edges ("0.1-0.3, 0.3-0.5"), in ascending order; after either
+    a piece "1" adds the endpoint, which is "1.0" by itself.
 
     Raises ValueError for anything else, for an empty or overlapping bin, or one outside [0, 1].
     """
-    text = text.strip()
-    if text.isdigit():
-        return contiguous_bins(int(text))
-    bins = []
-    for piece in text.split(","):
+    first, *rest = (piece.strip() for piece in text.split(","))
+    if first.isdigit():
+        bins = contiguous_bins(int(first))
+    else:
+        bins, rest = [], [first, *rest]
+    for piece in rest:
         try:
-            low, high = (float(edge) for edge in piece.split("-"))
+            edges = tuple(float(edge) for edge in piece.split("-"))
+            low, high = ENDPOINT if edges == (1.0,) else edges
         except ValueError:
             raise ValueError(
-                f"bins '{text}' cannot be read at '{piece.strip()}': "
-                "give a count such as 8, or edges such as 0.1-0.3, 0.3-0.5"
+                f"bins '{text.strip()}' cannot be read at '{piece}': give a count such as 8, or "
+                "edges such as 0.1-0.3, 0.3-0.5, and 1 for the endpoint"
             ) from None
-        if not 0 <= low < high <= 1:
+        if not (0 <= low < high <= 1 or (low, high) == ENDPOINT):
             raise ValueError(
                 f"bin {low:g}-{high:g} is not inside 0-1 in ascending order: correct its edges"
             )
         bins.append((low, high))
     bins.sort()
-    for (_, end), (start, _) in zip(bins, bins[1:]):
-        if start < end:
-            raise ValueError(f"two bins overlap between {start:g} and {end:g}: correct their edges")
+    for one, other in zip(bins, bins[1:]):
+        if other[0] < one[1] or one == other:
+            raise ValueError(
+                f"two bins overlap between {other[0]:g} and {one[1]:g}: correct their edges"
+            )
     return bins
+
+
+def bin_text(sigma_bin: Bin) -> str:
+    """A bin as `parse_bins` reads it: "0.1-0.3", and "1" for the endpoint."""
+    return "1" if sigma_bin == ENDPOINT else f"{sigma_bin[0]:g}-{sigma_bin[1]:g}"
 
 
 def draw_sigma(seed: int, image: str, sigma_bin: Bin, draw: int) -> float:
     """Sigma of a draw, uniform in its bin, shared by all arms. 0 itself is never drawn."""
     low, high = sigma_bin
     return high - (high - low) * float(stream("sigma", seed, image, low, high, draw).random())
+
+
+def shifted_sigma(sigma: float, ratio: float) -> float:
+    """Sigma at which a demoted latent's low frequencies have the signal-to-noise ratio that the
+    native one's have at sigma; ratio is the native edge over the demoted one.
+
+    Demotion divides the orthonormal coefficients that it keeps by the ratio r, so that
+    (1 - s)/(r s) = (1 - sigma)/sigma, s = sigma/(r - (r - 1) sigma).
+    """
+    return sigma / (ratio - (ratio - 1) * sigma)
 
 
 def draw_noise(

@@ -116,8 +116,8 @@ def from_gap_map(gap_map: GapMap) -> Gate:
     """The gate of a map: one rule per run of adjacent safe bins of a route, cheaper tiers first.
 
     A bin that is safe on a plain demoted grid is demoted plainly: a rotary alignment serves the
-    bins that are safe with it alone. The endpoint sigma = 1 is no window: training does not draw it.
-    Empty when nothing is safe; the notes say which bins are open and what would decide them.
+    bins that are safe with it alone. The endpoint sigma = 1 is no window: training does not draw
+    it. Empty when nothing is safe; the notes say which bins are open and what would decide them.
     """
     routes = sorted(filter(is_route, gap_map.arms),
                     key=lambda arm: (Arm.parse(arm).tier, Arm.parse(arm).rotary is not None))

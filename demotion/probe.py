@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from . import arms, draws, measure, rotary
+from . import arms, draws, measure, rotary, sketch
 
 # Called as `predict` does: (z, sigma, context), and rotary=Alignment where there is one.
 Velocity = Callable[..., torch.Tensor]
@@ -26,15 +27,23 @@ PROTOCOL = 1
 class Subject:
     """One picture as the probe sees it.
 
-    latents  arm name -> model latent x [1, C, ..., H, W] on the model's device, "src" first
-    weights  arm name -> loss weights [H, W], or None
-    context  whatever `velocity` needs to know of the picture (its conditioning)
+    latents      arm name -> model latent x [1, C, ..., H, W] on the model's device, "src" first
+    weights      arm name -> loss weights [H, W], or None
+    context      whatever `velocity` needs to know of the picture (its conditioning)
+    native_tier  pixels, which shifted arms take their edge ratio from
     """
 
     image: str
     latents: Mapping[str, torch.Tensor]
     weights: Mapping[str, torch.Tensor | None]
     context: Any = None
+    native_tier: int | None = None
+
+    def sigma(self, arm: arms.Arm, sigma: float) -> float:
+        """Sigma of an arm in a draw in which src has this one."""
+        if arm.kind == "shifted":
+            return draws.shifted_sigma(sigma, self.native_tier / arm.tier)
+        return sigma
 
 
 def arm_noise(
@@ -50,13 +59,32 @@ def arm_noise(
     """Noise of an arm in a draw, on the CPU.
 
     Shared: arms on the native grid have one noise, except null; a demoted arm has its low-frequency
-    corner. Not shared: every arm but src has a stream of its own. An aligned arm always has the
-    noise of its plain one.
+    corner. Not shared: every arm but src has a stream of its own. An aligned or shifted arm always
+    has the noise of its plain one.
     """
-    arm = str(arms.Arm.parse(arm).plain)
-    if arm == "null" or (not shared and arm != "src"):
-        return draws.draw_noise(seed, image, sigma_bin, draw, arm, (*native[:-2], *grid))
-    noise = draws.draw_noise(seed, image, sigma_bin, draw, "shared", tuple(native))
+    plain = str(arms.Arm.parse(arm).plain)
+    if plain == "null" or (not shared and plain != "src"):
+        return _noise(seed, image, sigma_bin, draw, plain, (*native[:-2], *grid))
+    if tuple(grid) == tuple(native[-2:]):
+        return _noise(seed, image, sigma_bin, draw, "shared", tuple(native))
+    return _carried(seed, image, sigma_bin, draw, plain, tuple(native), tuple(grid))
+
+
+# What the arms of one draw share is drawn and carried once.
+_noise = lru_cache(maxsize=4)(draws.draw_noise)
+
+
+@lru_cache(maxsize=4)
+def _carried(
+    seed: int,
+    image: str,
+    sigma_bin: draws.Bin,
+    draw: int,
+    arm: str,
+    native: tuple[int, ...],
+    grid: tuple[int, int],
+) -> torch.Tensor:
+    noise = _noise(seed, image, sigma_bin, draw, "shared", native)
     return draws.carry_noise(noise, grid, draws.stream("carry", seed, image, *sigma_bin, draw, arm))
 
 
@@ -69,14 +97,17 @@ def measure_cell(
     velocity: Velocity,
     parts: Mapping[str, Sequence[torch.nn.Parameter]],
     tick: Callable[[], None],
+    sketcher: sketch.CountSketch | None = None,
 ) -> measure.Cell:
-    """Gradients of all arms of one picture in one bin, reduced to their inner products.
+    """Gradients of all arms of one picture in one bin, reduced to their inner products, and with a
+    sketcher to sketches as well.
 
-    count is the number of draws D (at least 2). parts groups the trainable parameters, "A" and "B"
-    of a LoRA, say. tick is called after every gradient and may raise to stop.
+    count is the number of draws D: at least 2, or 1 with a sketcher. parts groups the trainable
+    parameters, "A" and "B" of a LoRA, say. tick is called after every gradient and may raise to
+    stop.
     """
-    if count < 2:
-        raise ValueError(f"draws is {count}: a debiased cosine needs at least 2 draws")
+    check_count(count, sketcher is not None)
+    blocks = sketch.blocks_of(count) if sketcher else 0
     names = list(subject.latents)
     parameters = [parameter for part in parts.values() for parameter in part]
     sizes = [sum(parameter.numel() for parameter in part) for part in parts.values()]
@@ -84,6 +115,8 @@ def measure_cell(
     sums = torch.zeros(2, len(names), sum(sizes), device=device)
     vectors = torch.empty(len(names), sum(sizes), device=device)
     products = np.zeros((len(sizes), 2, len(names), len(names)))
+    block_products = np.zeros((blocks, len(names), len(names)))
+    sketches = sketcher and sketcher.empty(blocks, len(names))
     losses = np.zeros(len(names))
     for draw in range(count):
         for index, arm in enumerate(names):
@@ -96,8 +129,12 @@ def measure_cell(
             )
             tick()
         sums[draw % 2] += vectors
-        for part, columns in enumerate(vectors.split(sizes, dim=1)):
-            products[part, draw % 2] += inner_products(columns)
+        drawn = np.stack([inner_products(columns) for columns in vectors.split(sizes, dim=1)])
+        products[:, draw % 2] += drawn
+        if sketcher:
+            block_products[draw % blocks] += drawn.sum(axis=0)
+            for total, vector in zip(sketches[draw % blocks], vectors):
+                sketcher.add(total, vector)
     gram = np.stack(
         [
             inner_products(columns.flatten(0, 1)).reshape(2, len(names), 2, len(names))
@@ -113,7 +150,21 @@ def measure_cell(
         counts=((count + 1) // 2, count // 2),
         grids=tuple(tuple(latent.shape[-2:]) for latent in subject.latents.values()),
         losses=tuple(losses.tolist()),
+        sketches=sketcher and sketcher.fold(sketches),
+        block_products=block_products if sketcher else None,
+        block_counts=(count // blocks,) * blocks if sketcher else None,
     )
+
+
+def check_count(count: int, sketched: bool) -> None:
+    """Raise ValueError for a number of draws that the cells cannot be measured with."""
+    if count < 2 and not sketched:
+        raise ValueError(
+            f"draws is {count}: a debiased cosine needs at least 2 draws; one draw a picture is "
+            "for the population of pictures, which needs a sketch"
+        )
+    if sketched:
+        sketch.blocks_of(count)
 
 
 def draw_gradient(
@@ -131,15 +182,13 @@ def draw_gradient(
 
     Raises ValueError when either is not finite.
     """
-    latent, native = subject.latents[arm], subject.latents["src"]
-    sigma = draws.draw_sigma(seed, subject.image, sigma_bin, draw)
+    latent, native, parsed = subject.latents[arm], subject.latents["src"], arms.Arm.parse(arm)
+    sigma = subject.sigma(parsed, draws.draw_sigma(seed, subject.image, sigma_bin, draw))
     noise = arm_noise(
         seed, subject.image, sigma_bin, draw, arm, native.shape, tuple(latent.shape[-2:]), shared
     ).to(latent.device)
     z = draws.noised(latent, noise, sigma)
-    predicted = predict(
-        velocity, z, sigma, subject.context, arms.Arm.parse(arm).rotary, native
-    )
+    predicted = predict(velocity, z, sigma, subject.context, parsed.rotary, native)
     loss = draws.velocity_loss(predicted, latent, noise, subject.weights[arm])
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
     torch.cat([gradient.reshape(-1).float() for gradient in gradients], out=out)

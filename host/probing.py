@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..demotion import adapter, arms, draws, measure, probe
+from ..demotion import (
+    adapter,
+    arms,
+    draws,
+    gap_map,
+    measure,
+    probe,
+    sketch,
+    verdict,
+    words,
+)
 from . import families, lora_file, memory, rotary, session, text
 
 # Draws on which a precision below float32 is compared with it.
@@ -18,8 +29,15 @@ PRECISION_DRAWS = 4
 
 @dataclass(frozen=True)
 class Options:
-    """What a probe measures. lora names an adapter file; without one a fresh adapter of this rank
-    is drawn. compute and checkpointing are as `session.open_session` has them."""
+    """What a probe measures.
+
+    lora                    adapter file; without one a fresh adapter of this rank is drawn
+    compute, checkpointing  as `session.open_session` has them
+    sketch                  buckets of each count-sketch, 0 for none
+    looks                   how often the map is looked at, 1 to 4: after each look no more pictures
+                            go to bins in which every route is decided at the margin
+    diagnostics             whether null and the arms that are no routes are measured too
+    """
 
     bins: tuple[draws.Bin, ...]
     draws: int
@@ -30,6 +48,28 @@ class Options:
     lora: Path | None
     compute: str = "model"
     checkpointing: bool = False
+    sketch: int = 0
+    looks: int = 1
+    margin: float = 0.05
+    diagnostics: bool = True
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How much to measure: the options of this name, bins as `draws.parse_bins` reads them."""
+
+    bins: str
+    draws: int
+    looks: int
+    diagnostics: bool
+
+
+PRESETS = {
+    # Whether there is a window: bins where windows are found, nothing but the routes.
+    "quick": Preset("0.5-0.65, 0.65-0.8, 0.8-0.95", 4, 3, diagnostics=False),
+    "map": Preset("8", 8, 1, diagnostics=True),
+    "full": Preset("12, 1", 16, 1, diagnostics=True),
+}
 
 
 def run(
@@ -38,26 +78,38 @@ def run(
     options: Options,
     folder: Path,
     progress: Callable[[int], Callable[[], None]],
+    say: Callable[[str], None] = lambda text: None,
 ) -> tuple[measure.Measurement, Path]:
-    """Measure every (image, bin) cell that the folder does not hold yet.
+    """Measure every (image, bin) cell that the folder does not hold yet, pictures in the order of
+    their hashes.
 
-    progress is given the number of gradients to take and returns what to call after each. Raises
-    ValueError, before the first gradient, for a model, adapter or bins that do not fit.
+    At each look say is given what is expected or known so far, in lines of text, and progress the
+    number of gradients to take, which returns what to call after each. Raises ValueError, before
+    the first gradient, for a model, adapter, bins or draws that do not fit.
     """
     low, high = families.sigma_range(model.model)
     for sigma_bin in options.bins:
         if sigma_bin[0] < low or sigma_bin[1] > high:
             raise ValueError(
-                f"bin {sigma_bin[0]:g}-{sigma_bin[1]:g} leaves the model's sigma range "
+                f"bin {draws.bin_text(sigma_bin)} leaves the model's sigma range "
                 f"{low:g}-{high:.5g}: choose bins inside it"
             )
+    probe.check_count(options.draws, options.sketch > 0)
+    if not options.diagnostics and not _routes(training_set):
+        raise ValueError(
+            "the set has no demoted tier, and without diagnostics nothing else is measured: add "
+            "Demote Latents, or turn diagnostics on"
+        )
+    if not 1 <= options.looks <= verdict.MAX_LOOKS:
+        raise ValueError(f"looks is {options.looks}: plan 1 to {verdict.MAX_LOOKS} looks")
     rotary.check_unaligned(model)
     if any(arm.rotary for arm in training_set.arms):
         rotary.check(model, [item.conditioning for item in training_set.items])
     given, unused = None, []
     if options.lora is not None:
         given, unused = lora_file.read(options.lora, model.model)
-    copies = 3 * (2 + len(training_set.arms)) + 2
+    # Two half-sets' sums and a vector for each arm, the adapter, its gradient, the sketch's hash.
+    copies = 3 * len(_arms_of(training_set.arms, options)) + 2 + (options.sketch > 0)
     dense = given is not None and any(kind in given.kind for kind in adapter.DENSE)
     need = memory.needed(model, training_set, options, copies, dense)
     with session.open_session(model, options.compute, options.checkpointing, need) as live:
@@ -65,7 +117,9 @@ def run(
         settings = _settings(live, training_set, options, weights, unused)
         path = folder / f"{measure.settings_key(settings)}.jsonl"
         measurement = measure.open_for_append(path, settings)
-        _measure_cells(live, training_set, options, weights, measurement, path, progress)
+        work = _Run(live, training_set, options, weights, need, path)
+        work.look_by_look(measurement, progress, say)
+    measurement = measure.Measurement.load(path)
     dtype = settings["environment"]["dtype"]
     if dtype != "float32" and "precision" not in measurement.checks:
         cosines = _precision(model, training_set, options, weights, need)
@@ -74,46 +128,172 @@ def run(
     return measurement, path
 
 
-def _measure_cells(
-    live: session.Session,
-    training_set: arms.TrainingSet,
-    options: Options,
-    weights: adapter.Weights,
-    measurement: measure.Measurement,
-    path: Path,
-    progress: Callable[[int], Callable[[], None]],
-) -> None:
-    """Measure what a measurement lacks, appending to it and to its file."""
-    items = {item.image: item for item in training_set.items}
-    done = {(cell.image, cell.bin) for cell in measurement.cells}
-    todo = [
-        (item, sigma_bin)
-        for item in items.values()
-        for sigma_bin in options.bins
-        if (item.image, sigma_bin) not in done
-    ]
-    tick = progress(sum(options.draws * len(_arms_of(training_set, item)) for item, _ in todo))
-    if not todo:
-        return
-    first = training_set.items[0]
-    live.check_additions(live.load_arm(training_set, first, arms.SRC)[0], first.conditioning)
-    parts = live.adapt(weights).parts
-    subject = None
-    for item, sigma_bin in todo:
-        if subject is None or subject.image != item.image:
-            subject = _subject(live, training_set, item)
-        cell = probe.measure_cell(
-            subject,
-            sigma_bin,
-            options.draws,
-            options.seed,
-            options.shared_noise,
-            live.velocity,
-            parts,
-            tick,
+def look_sizes(images: int, looks: int) -> list[int]:
+    """How many images have been measured at each look: evenly spaced from the first, which is not
+    planned before a verdict is possible, to all."""
+    first = min(images, max(verdict.MIN_IMAGES, images // looks))
+    steps = max(looks - 1, 1)
+    return [images - round((images - first) * left / steps) for left in reversed(range(looks))]
+
+
+@dataclass
+class _Run:
+    """A session at work on a measurement's file. The adapter is put into the network when the first
+    gradient is needed."""
+
+    live: session.Session
+    training_set: arms.TrainingSet
+    options: Options
+    weights: adapter.Weights
+    need: float
+    path: Path
+    adapted: adapter.Adapter | None = None
+    sketcher: sketch.CountSketch | None = None
+
+    def look_by_look(
+        self,
+        measurement: measure.Measurement,
+        progress: Callable[[int], Callable[[], None]],
+        say: Callable[[str], None],
+    ) -> None:
+        """Measure what the file lacks, told by the measurement read from it."""
+        unique = {item.image: item for item in self.training_set.items}
+        items = [unique[image] for image in sorted(unique)]
+        bins, told = list(self.options.bins), []
+        sizes = look_sizes(len(items), self.options.looks)
+        for look, size in enumerate(sizes, start=1):
+            done = {(cell.image, cell.bin) for cell in measurement.cells}
+            missing = [
+                (item, sigma_bin)
+                for item in items
+                for sigma_bin in bins
+                if (item.image, sigma_bin) not in done
+            ]
+            if missing and self.adapted is None:
+                self.adapt()
+                told.append(self.plan(missing))
+            say("\n".join(told))
+            now = {item.image for item in items[:size]}
+            self.measure([cell for cell in missing if cell[0].image in now], progress)
+            if look == len(sizes) or not bins:
+                break
+            measurement = measure.Measurement.load(self.path)
+            found = self.decide(measurement, look, now)
+            told.append(_look_text(look, size, found, self.options))
+            bins = [sigma_bin for sigma_bin in bins if not self.settled(sigma_bin, found)]
+
+    def adapt(self) -> None:
+        first = self.training_set.items[0]
+        latent, _ = self.live.load_arm(self.training_set, first, arms.SRC)
+        self.live.check_additions(latent, first.conditioning)
+        self.adapted = self.live.adapt(self.weights)
+        if self.options.sketch:
+            self.sketcher = sketch.CountSketch(
+                self.options.seed, self.adapted_size(), self.options.sketch, self.live.device
+            )
+
+    def adapted_size(self) -> int:
+        return sum(parameter.numel() for parameter in self.adapted.parameters)
+
+    def plan(self, missing: Sequence[tuple[arms.Item, draws.Bin]]) -> str:
+        """What it takes to measure cells: evaluations, time from a timed draw, memory, disk."""
+        options = self.options
+        counts = [len(_arms_of(self.training_set.arms_of(item), options)) for item, _ in missing]
+        blocks = sketch.blocks_of(options.draws) if options.sketch else 0
+        parts = len(self.weights.parts)
+        disk = sum(measure.cell_bytes(count, parts, blocks, options.sketch) for count in counts)
+        gradients, seconds = options.draws * sum(counts), self.seconds_per_gradient(*missing[0])
+        return (
+            f"{'at most ' if options.looks > 1 else ''}{gradients:,} gradients, about "
+            f"{words.duration(gradients * seconds)}; {words.size(self.need)} of memory beside the "
+            f"model; {words.size(disk)} on the disk"
         )
-        measure.append(path, cell)
-        measurement.cells.append(cell)
+
+    def seconds_per_gradient(self, item: arms.Item, sigma_bin: draws.Bin) -> float:
+        """From one draw of every arm, after one of src that pays for warm-up."""
+        subject = _subject(self.live, self.training_set, item, self.options)
+        vector = torch.empty(self.adapted_size(), device=self.live.device)
+
+        def draw(arm: str) -> None:
+            probe.draw_gradient(
+                subject,
+                arm,
+                sigma_bin,
+                0,
+                self.options.seed,
+                self.options.shared_noise,
+                self.live.velocity,
+                self.adapted.parameters,
+                vector,
+            )
+
+        draw(str(arms.SRC))
+        began = time.monotonic()
+        for arm in subject.latents:
+            draw(arm)
+        return (time.monotonic() - began) / len(subject.latents)
+
+    def measure(
+        self,
+        cells: Sequence[tuple[arms.Item, draws.Bin]],
+        progress: Callable[[int], Callable[[], None]],
+    ) -> None:
+        """Measure these cells, each appended to the file as it is finished."""
+        options, subject = self.options, None
+        tick = progress(
+            options.draws
+            * sum(len(_arms_of(self.training_set.arms_of(item), options)) for item, _ in cells)
+        )
+        for item, sigma_bin in cells:
+            if subject is None or subject.image != item.image:
+                subject = _subject(self.live, self.training_set, item, options)
+            cell = probe.measure_cell(
+                subject,
+                sigma_bin,
+                options.draws,
+                options.seed,
+                options.shared_noise,
+                self.live.velocity,
+                self.adapted.parts,
+                tick,
+                self.sketcher,
+            )
+            measure.append(self.path, cell)
+
+    def decide(
+        self, measurement: measure.Measurement, look: int, images: Collection[str]
+    ) -> list[list]:
+        """[arm, bin, verdict] of every route's bins that a look at these images decides. It is kept
+        in the file, so that a run that continues does not look again."""
+        name = f"look {look}"
+        if name not in measurement.checks:
+            cells = [cell for cell in measurement.cells if cell.image in images]
+            seen = gap_map.gap_map(
+                measure.Measurement(measurement.settings, cells),
+                margin=self.options.margin,
+                looks=self.options.looks,
+            )
+            decided = gap_map.decided(seen)
+            measurement.checks[name] = [
+                [gap.arm, list(gap.bin), gap.verdict]
+                for gap in seen.gaps
+                if (gap.arm, gap.bin) in decided
+            ]
+            measure.append_check(self.path, name, measurement.checks[name])
+        return measurement.checks[name]
+
+    def settled(self, sigma_bin: draws.Bin, found: list[list]) -> bool:
+        """Whether every route is decided in a bin."""
+        decided = {arm for arm, edges, _ in found if tuple(edges) == sigma_bin}
+        return all(str(arm) in decided for arm in _routes(self.training_set))
+
+
+def _look_text(look: int, images: int, found: list[list], options: Options) -> str:
+    decided = ", ".join(
+        f"{arm} {draws.bin_text(tuple(edges))} {judged} at {options.margin:g}"
+        for arm, edges, judged in found
+    )
+    return f"look {look} of {options.looks}, {images} pictures: {decided or 'nothing decided yet'}"
 
 
 def _precision(
@@ -137,7 +317,7 @@ def _precision(
             rows = torch.empty(len(items), size, device=parameters[0].device)
             for row, item, sigma_bin in zip(rows, items, bins):
                 probe.draw_gradient(
-                    _subject(live, training_set, item),
+                    _subject(live, training_set, item, options),
                     str(arms.SRC),
                     sigma_bin,
                     0,
@@ -157,17 +337,24 @@ def _fresh_weights(live: session.Session, options: Options) -> adapter.Weights:
     return adapter.probe_weights(linears, targets, options.rank, options.seed)
 
 
-def _arms_of(training_set: arms.TrainingSet, item: arms.Item) -> list[arms.Arm]:
-    return [arms.SRC, arms.NULL, *(arm for arm in training_set.arms_of(item) if arm != arms.SRC)]
+def _routes(training_set: arms.TrainingSet) -> list[arms.Arm]:
+    return [arm for arm in training_set.arms if gap_map.is_route(str(arm))]
+
+
+def _arms_of(encoded: Sequence[arms.Arm], options: Options) -> list[arms.Arm]:
+    """What is measured of the arms that a set, or a picture of it, has."""
+    if not options.diagnostics:
+        return [arms.SRC, *(arm for arm in encoded if gap_map.is_route(str(arm)))]
+    return [arms.SRC, arms.NULL, *(arm for arm in encoded if arm != arms.SRC)]
 
 
 def _subject(
-    live: session.Session, training_set: arms.TrainingSet, item: arms.Item
+    live: session.Session, training_set: arms.TrainingSet, item: arms.Item, options: Options
 ) -> probe.Subject:
     latents, weights = {}, {}
-    for arm in _arms_of(training_set, item):
+    for arm in _arms_of(training_set.arms_of(item), options):
         latents[str(arm)], weights[str(arm)] = live.load_arm(training_set, item, arm)
-    return probe.Subject(item.image, latents, weights, item.conditioning)
+    return probe.Subject(item.image, latents, weights, item.conditioning, training_set.native_tier)
 
 
 def _settings(
@@ -177,14 +364,17 @@ def _settings(
     weights: adapter.Weights,
     unused: list[str],
 ) -> dict[str, Any]:
-    all_arms = [arms.SRC, arms.NULL, *(arm for arm in training_set.arms if arm != arms.SRC)]
     return {
         "protocol": probe.PROTOCOL,
-        "arms": [str(arm) for arm in all_arms],
+        "arms": [str(arm) for arm in _arms_of(training_set.arms, options)],
         "bins": [list(sigma_bin) for sigma_bin in options.bins],
         "draws": options.draws,
         "seed": options.seed,
         "noise": "shared" if options.shared_noise else "independent",
+        "sketch": options.sketch,
+        "looks": options.looks,
+        # With one look the margin decides nothing of what is measured.
+        "margin": options.margin if options.looks > 1 else None,
         "parts": weights.parts,
         "native_tier": training_set.native_tier,
         "vae_factor": training_set.vae_factor,
@@ -199,12 +389,16 @@ def _settings(
             "algorithm": weights.kind,
             "unused_keys": len(unused),
         },
-        "images": {item.image: _image_settings(training_set, item) for item in training_set.items},
+        "images": {
+            item.image: _image_settings(training_set, item, options) for item in training_set.items
+        },
         "environment": live.environment,
     }
 
 
-def _image_settings(training_set: arms.TrainingSet, item: arms.Item) -> dict[str, Any]:
+def _image_settings(
+    training_set: arms.TrainingSet, item: arms.Item, options: Options
+) -> dict[str, Any]:
     return {
         "name": item.name,
         "size": list(item.size),
@@ -212,6 +406,7 @@ def _image_settings(training_set: arms.TrainingSet, item: arms.Item) -> dict[str
         "conditioning": text.conditioning_hash(item.conditioning),
         "guidance": text.guidance(item.conditioning),
         "grids": {
-            str(arm): list(training_set.grid_of(item, arm)) for arm in training_set.arms_of(item)
+            str(arm): list(training_set.grid_of(item, arm))
+            for arm in _arms_of(training_set.arms_of(item), options)
         },
     }

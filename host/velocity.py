@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,13 +16,17 @@ from ..demotion import rotary as alignments
 from . import rotary as doors
 from . import text
 
+# Enough for all grids of one picture, and for a small training set.
+PREPARED = 16
+
 
 class Velocity:
     """The velocity a flow model predicts, differentiable in the model's trainable parameters.
 
-    Conditioning is prepared once per (conditioning, latent shape), as the host's sampler prepares
-    it before its first step. The model's own sigma, its x0 prediction and the velocity are related
-    by v = (z - x0)/sigma. Gradients that flow back into the model are multiplied by gradient_scale.
+    Conditioning is prepared per (conditioning, latent shape), as the host's sampler prepares it
+    before its first step, and the last few are kept. The model's own sigma, its x0 prediction and
+    the velocity are related by v = (z - x0)/sigma. Gradients that flow back into the model are
+    multiplied by gradient_scale.
     """
 
     def __init__(
@@ -33,7 +38,7 @@ class Velocity:
         self.options = comfy.model_patcher.create_model_options_clone(patcher.model_options)
         self.options.setdefault("transformer_options", {})
         self.rescaled = isinstance(self.model.model_sampling, comfy.model_sampling.COSMOS_RFLOW)
-        self._prepared: dict[tuple[int, torch.Size], tuple[Any, list]] = {}
+        self._prepared: OrderedDict[tuple[int, torch.Size], tuple[Any, list]] = OrderedDict()
 
     def __call__(
         self,
@@ -79,4 +84,7 @@ class Velocity:
             )
             # The conditioning is kept beside its id, so that the id cannot be reused by another.
             self._prepared[key] = conditioning, conds["positive"]
+            if len(self._prepared) > PREPARED:
+                self._prepared.popitem(last=False)
+        self._prepared.move_to_end(key)
         return self._prepared[key][1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import files, gap_map, model, probe, rotary, train, training_set
+from . import files, gap_map, merge, model, probe, published, rotary, train, training_set
 
 
 class DemotionExtension(ComfyExtension):
@@ -18,7 +18,9 @@ class DemotionExtension(ComfyExtension):
             *training_set.NODES,
             *model.NODES,
             *probe.NODES,
+            *merge.NODES,
             *gap_map.NODES,
+            *published.NODES,
             *train.NODES,
             *rotary.NODES,
         ]

@@ -8,13 +8,14 @@ import torch
 from comfy_api.latest import io
 from PIL import Image
 
-from ..demotion import cosine, measure, plots
+from ..demotion import cosine, draws, measure, plots, verdict
 from ..demotion import gap_map as maps
 from ..demotion import gate as gates
 from . import files, rotary, wires
 from .training_set import TIER
 
 SPANS = ["always", "early", "late", "spread"]
+NO_DENSITY = "none"
 
 
 class DebiasedCosine(io.ComfyNode):
@@ -38,14 +39,16 @@ class DebiasedCosine(io.ComfyNode):
                     options=list(cosine.ESTIMATORS),
                     default="one_set",
                     tooltip="one_set: all pairs of different draws. two_set: even against odd "
-                    "draws, less precise; a check.",
+                    "draws, less precise; a check. published, stepped: the published forms, to "
+                    "compare with; per_image and independent noise only.",
                 ),
                 io.Combo.Input(
                     "control",
-                    options=["none", "reenc"],
+                    options=["none", "reenc", *maps.BY_TIER],
                     default="none",
-                    tooltip="none: the distance itself decides. reenc: the distance beyond that of "
-                    "the VAE round trip, which training does not pay.",
+                    tooltip="none: the distance itself decides. Else the distance beyond that of "
+                    "reenc (the VAE round trip, which training does not pay), or of resample or "
+                    "repromote at each route's own tier.",
                 ),
                 io.Float.Input(
                     "margin",
@@ -54,6 +57,24 @@ class DebiasedCosine(io.ComfyNode):
                     max=0.999,
                     step=0.001,
                     tooltip="Largest distance (1 - cosine) that still counts as the same gradient.",
+                ),
+                io.Combo.Input(
+                    "estimand",
+                    options=list(cosine.ESTIMANDS),
+                    default="ratio",
+                    optional=True,
+                    tooltip="What is averaged over pictures. ratio: directions. power_ratio: in "
+                    "their own lengths. per_image: the mean of the pictures' cosines. population, "
+                    "dataset: the batch gradient, from a measurement with sketches.",
+                ),
+                io.Int.Input(
+                    "looks",
+                    default=1,
+                    min=1,
+                    max=verdict.MAX_LOOKS,
+                    optional=True,
+                    tooltip="How often you plan to look at this measurement while it grows; each "
+                    "look has its share of the error.",
                 ),
             ],
             outputs=[
@@ -65,14 +86,34 @@ class DebiasedCosine(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(
+        cls, estimand: str | None = "ratio", estimator: str | None = "one_set"
+    ) -> bool | str:
+        if None in (estimand, estimator):
+            return True  # linked values are checked when they are known
+        try:
+            maps.check_choice(estimand, estimator)
+        except ValueError as problem:
+            return str(problem)
+        return True
+
+    @classmethod
     def execute(
-        cls, measurement: measure.Measurement, estimator: str, control: str, margin: float
+        cls,
+        measurement: measure.Measurement,
+        estimator: str,
+        control: str,
+        margin: float,
+        estimand: str = "ratio",
+        looks: int = 1,
     ) -> io.NodeOutput:
         made = maps.gap_map(
             measurement,
+            estimand=estimand,
             estimator=estimator,
             control=None if control == "none" else control,
             margin=margin,
+            looks=looks,
         )
         return io.NodeOutput(made, maps.summary(made))
 
@@ -87,7 +128,7 @@ class PlotGapMap(files.NamedOutput):
             display_name="Plot Gap Map",
             category=wires.CATEGORY,
             description="Draws distance over sigma for every route with its band, the margin and "
-            "the verdicts.",
+            "the verdicts; the same as a table; and the self-checks. Saves PNG and SVG.",
             is_output_node=True,
             inputs=[
                 wires.GapMap.Input("gap_map", display_name="gap map", tooltip="A gap map."),
@@ -96,18 +137,63 @@ class PlotGapMap(files.NamedOutput):
                     default="gap_map",
                     tooltip="File name in output/demotion/maps; a number is added.",
                 ),
+                io.Combo.Input(
+                    "figure",
+                    options=[*plots.FIGURES, "all"],
+                    default="map",
+                    optional=True,
+                    tooltip="map: distance over sigma and verdicts. heat: arms by bins with "
+                    "numbers. checks: null, precision, draw limit, split halves. all: the three.",
+                ),
+                io.Combo.Input(
+                    "theme",
+                    options=list(plots.THEMES),
+                    default="light",
+                    optional=True,
+                    tooltip="Light or dark paper.",
+                ),
+                io.Combo.Input(
+                    "sigma_density",
+                    options=["logit_normal", "uniform", NO_DENSITY],
+                    default="logit_normal",
+                    optional=True,
+                    tooltip="How training draws sigma, shown faintly behind the map: logit_normal "
+                    "(mean 0, std 1), uniform, or none. It changes no number.",
+                ),
             ],
-            outputs=[io.Image.Output("image", display_name="image", tooltip="The figure.")],
+            outputs=[
+                io.Image.Output(
+                    "image", display_name="image", tooltip="The figure; with all a batch of three."
+                )
+            ],
         )
 
     @classmethod
-    def execute(cls, gap_map: maps.GapMap, name: str) -> io.NodeOutput:
-        path = files.numbered(files.output_folder("maps"), name, ".png")
-        plots.save_png(plots.gap_map_figure(gap_map), path)
-        shown = files.shown("gap map (picture)", path)
-        pixels = np.asarray(Image.open(path).convert("RGB"), dtype=np.float32) / 255
+    def execute(
+        cls,
+        gap_map: maps.GapMap,
+        name: str,
+        figure: str = "map",
+        theme: str = "light",
+        sigma_density: str = "logit_normal",
+    ) -> io.NodeOutput:
+        density = None if sigma_density == NO_DENSITY else draws.SigmaDensity(sigma_density)
+        images, pictures, saved = [], [], []
+        for kind in plots.FIGURES if figure == "all" else [figure]:
+            drawn = plots.draw(gap_map, kind, theme, density)
+            stem = name if kind == "map" else f"{name}_{kind}"
+            png, svg = (
+                files.numbered(files.output_folder("maps"), stem, suffix)
+                for suffix in (".png", ".svg")
+            )
+            plots.save_png(drawn, png)
+            plots.save_svg(drawn, svg)
+            label = "gap map" if kind == "map" else f"gap map, {kind}"
+            pictures.append(files.shown(f"{label} (picture)", png))
+            saved += [pictures[-1], files.shown(f"{label} (SVG)", svg)]
+            images.append(np.asarray(Image.open(png).convert("RGB"), dtype=np.float32) / 255)
         return io.NodeOutput(
-            torch.from_numpy(pixels)[None], ui={"images": [shown], "files": [shown]}
+            torch.from_numpy(np.stack(images)), ui={"images": pictures, "files": saved}
         )
 
 

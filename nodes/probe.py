@@ -1,4 +1,4 @@
-"""Sigma-Binned Gradient Probe - Load and Save Measurement."""
+"""Probe Preset - Sigma-Binned Gradient Probe - Load and Save Measurement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import folder_paths
 from comfy_api.latest import io
 
-from ..demotion import arms, measure
+from ..demotion import arms, measure, verdict
 from ..demotion import draws as random_draws
 from ..host import probing
 from . import files, wires
@@ -15,6 +15,41 @@ from .model import compute_inputs
 from .progress import Progress, tell
 
 FRESH = "[fresh adapter]"
+
+
+class ProbePreset(io.ComfyNode):
+    """How much to measure, for the question at hand."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="DemotionProbePreset",
+            display_name="Probe Preset",
+            category=wires.CATEGORY,
+            description="Bins, draws, looks and diagnostics that go together: connect them to the "
+            "probe's widgets of these names.",
+            search_aliases=["quick", "gap map"],
+            inputs=[
+                io.Combo.Input(
+                    "preset",
+                    options=list(probing.PRESETS),
+                    default="quick",
+                    tooltip="quick: is there a window for one route? map: every arm over all of "
+                    "sigma. full: finer bins, the endpoint and twice the draws.",
+                )
+            ],
+            outputs=[
+                io.String.Output("bins", tooltip="Bins of sigma."),
+                io.Int.Output("draws", tooltip="Draws per picture and bin."),
+                io.Int.Output("looks", tooltip="Planned looks."),
+                io.Boolean.Output("diagnostics", tooltip="Whether null and controls are measured."),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, preset: str) -> io.NodeOutput:
+        chosen = probing.PRESETS[preset]
+        return io.NodeOutput(chosen.bins, chosen.draws, chosen.looks, chosen.diagnostics)
 
 
 class GradientProbe(io.ComfyNode):
@@ -41,15 +76,16 @@ class GradientProbe(io.ComfyNode):
                     "bins",
                     default="8",
                     tooltip="Bins of sigma: a count of equal bins over 0-1, or edges such as "
-                    "0.1-0.3, 0.3-0.5.",
+                    "0.1-0.3, 0.3-0.5. Then 1 adds the endpoint sigma = 1 (8, 1).",
                 ),
                 io.Int.Input(
                     "draws",
                     default=8,
-                    min=2,
+                    min=1,
                     max=4096,
                     tooltip="Random (sigma, noise) draws per picture and bin. An even number of at "
-                    "least 4 also tells draw noise from differences between pictures.",
+                    "least 4 also tells draw noise from differences between pictures. 1 needs a "
+                    "sketch.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -82,6 +118,43 @@ class GradientProbe(io.ComfyNode):
                     "on. Empty: attention and MLP of the image stream.",
                 ),
                 *compute_inputs(),
+                io.Int.Input(
+                    "looks",
+                    default=1,
+                    min=1,
+                    max=verdict.MAX_LOOKS,
+                    optional=True,
+                    tooltip="Look at the map this often while pictures come in, and measure no "
+                    "more in bins where every route is decided. Set the same in Debiased Cosine.",
+                ),
+                io.Float.Input(
+                    "margin",
+                    default=0.05,
+                    min=0.001,
+                    max=0.999,
+                    step=0.001,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Distance that counts as safe at the looks between. Of no effect with "
+                    "one look.",
+                ),
+                io.Boolean.Input(
+                    "diagnostics",
+                    default=True,
+                    optional=True,
+                    tooltip="Measure null and the controls beside the routes. Off: only what a "
+                    "gate is made from.",
+                ),
+                io.Int.Input(
+                    "sketch",
+                    default=0,
+                    min=0,
+                    max=1 << 20,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Buckets of a count-sketch of each gradient sum, which the estimands "
+                    "population and dataset need; 16384 is usual. 0: none.",
+                ),
             ],
             outputs=[
                 wires.Measurement.Output(
@@ -116,6 +189,10 @@ class GradientProbe(io.ComfyNode):
         targets: str,
         compute: str,
         checkpointing: bool,
+        looks: int = 1,
+        margin: float = 0.05,
+        diagnostics: bool = True,
+        sketch: int = 0,
     ) -> io.NodeOutput:
         node_id = cls.hidden.unique_id
         lora = (
@@ -133,15 +210,21 @@ class GradientProbe(io.ComfyNode):
             lora=lora,
             compute=compute,
             checkpointing=checkpointing,
+            looks=looks,
+            margin=margin,
+            diagnostics=diagnostics,
+            sketch=sketch,
         )
+        said = [""]
         measurement, path = probing.run(
             model,
             training_set,
             options,
             files.output_folder("measurements"),
-            lambda total: Progress(total, node_id, "gradients"),
+            lambda total: Progress(total, node_id, "gradients", said[-1]),
+            said.append,
         )
-        tell(node_id, f"{len(measurement.cells)} cells in {path.name}")
+        tell(node_id, f"{said[-1]}\n{len(measurement.cells)} cells in {path.name}".strip())
         return io.NodeOutput(measurement, ui={"files": [files.shown("measurement", path)]})
 
 
@@ -207,4 +290,4 @@ class LoadMeasurement(io.ComfyNode):
         return io.NodeOutput(measure.Measurement.load(files.saved_file("measurements", file)))
 
 
-NODES = [GradientProbe, SaveMeasurement, LoadMeasurement]
+NODES = [ProbePreset, GradientProbe, SaveMeasurement, LoadMeasurement]

@@ -1,8 +1,10 @@
-"""Load Training Folder - Training Set - Demote, Repromote, Re-encode - Training Set to Latents."""
+"""Load Training Folder - Training Set - Demote, Repromote, Resample, Re-encode - Training Set to
+Latents."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -350,13 +352,16 @@ def _report(made: arms.TrainingSet, said: str) -> str:
 
 
 def _with_arm(
-    training_set: arms.TrainingSet, arm: arms.Arm, node_id: str, mode: str | None = None
+    training_set: arms.TrainingSet,
+    arm: arms.Arm,
+    node_id: str,
+    same_latents: Sequence[arms.Arm] = (),
 ) -> io.NodeOutput:
-    """The set with an arm, and with a mode the same arm aligned; the pictures as the VAE was given
+    """The set with an arm, and with others on the same latents; the pictures as the VAE was given
     them."""
     made = arms.add_arm(training_set, arm, Progress(len(training_set.items), node_id, "pictures"))
-    if mode:
-        made = arms.add_arm(made, replace(arm, rotary=mode), lambda: None)
+    for other in same_latents:
+        made = arms.add_arm(made, other, lambda: None)
     seen = [
         arms.arm_pixels(made, item, arm)
         for item in made.items
@@ -393,7 +398,7 @@ def _arm_outputs() -> list[io.Output]:
 
 
 class DemoteLatents(io.ComfyNode):
-    """Adds the arm demote:E, and demote:E+MODE on request."""
+    """Adds the arm demote:E, and demote:E+MODE and shifted:E on request."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -418,6 +423,14 @@ class DemoteLatents(io.ComfyNode):
                     "Also measure this tier with its rotary positions aligned to the native grid: "
                     "one more arm on the same latents."
                 ),
+                io.Boolean.Input(
+                    "shifted",
+                    default=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Also measure this tier at the sigma where its low frequencies are as "
+                    "noisy as the native ones: a diagnostic on the same latents, not a route.",
+                ),
             ],
             outputs=_arm_outputs(),
             hidden=[io.Hidden.unique_id],
@@ -425,10 +438,17 @@ class DemoteLatents(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, training_set: arms.TrainingSet, target_tier: int, rotary=rotary.NONE
+        cls,
+        training_set: arms.TrainingSet,
+        target_tier: int,
+        rotary=rotary.NONE,
+        shifted: bool = False,
     ) -> io.NodeOutput:
-        arm = arms.Arm("demote", target_tier)
-        return _with_arm(training_set, arm, cls.hidden.unique_id, mode_of(rotary))
+        arm, mode = arms.Arm("demote", target_tier), mode_of(rotary)
+        others = [replace(arm, rotary=mode)] if mode else []
+        if shifted:
+            others.append(replace(arm, kind="shifted"))
+        return _with_arm(training_set, arm, cls.hidden.unique_id, others)
 
 
 class RepromoteLatents(io.ComfyNode):
@@ -461,6 +481,38 @@ class RepromoteLatents(io.ComfyNode):
     @classmethod
     def execute(cls, training_set: arms.TrainingSet, from_tier: int) -> io.NodeOutput:
         return _with_arm(training_set, arms.Arm("repromote", from_tier), cls.hidden.unique_id)
+
+
+class ResampleControl(io.ComfyNode):
+    """Adds the arm resample:E."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="DemotionResampleControl",
+            display_name="Resample Control",
+            category=wires.CATEGORY,
+            description="Enlarges each native picture by a route's edge ratio and brings it back: "
+            "what resampling alone costs, with no detail lost and no change of grid.",
+            inputs=[
+                wires.TrainingSet.Input(
+                    "training_set", display_name="set", tooltip="A training set."
+                ),
+                io.Int.Input(
+                    "target_tier",
+                    default=768,
+                    **TIER,
+                    tooltip="Nominal edge in pixels of the route that it is a control for, at most "
+                    ".94 of the native tier.",
+                ),
+            ],
+            outputs=_arm_outputs(),
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, training_set: arms.TrainingSet, target_tier: int) -> io.NodeOutput:
+        return _with_arm(training_set, arms.Arm("resample", target_tier), cls.hidden.unique_id)
 
 
 class ReencodeControl(io.ComfyNode):
@@ -506,7 +558,7 @@ class TrainingSetToLatents(io.ComfyNode):
                 io.String.Input(
                     "arm",
                     default="src",
-                    tooltip="src, reenc, demote:768 or repromote:768, say; the set "
+                    tooltip="src, reenc, demote:768 or resample:768, say; the set "
                     "must have the arm.",
                 ),
             ],
@@ -548,6 +600,7 @@ NODES = [
     TrainingSet,
     DemoteLatents,
     RepromoteLatents,
+    ResampleControl,
     ReencodeControl,
     TrainingSetToLatents,
 ]

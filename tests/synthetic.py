@@ -10,11 +10,13 @@ the means.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from demotion import cosine, sketch, verdict
 from demotion.arms import Arm
 from demotion.measure import Cell, Measurement
 
@@ -80,8 +82,9 @@ def draws(world: World, mean: np.ndarray, rng: np.random.Generator) -> np.ndarra
 
 
 def cell(image: str, edges: tuple[float, float], arms: Sequence[str], gradients: np.ndarray,
-         parts: int = 1) -> Cell:
-    """The primitives of a cell from its gradients [draws, arms, size]."""
+         parts: int = 1, buckets: int = 0, blocks: int | None = None) -> Cell:
+    """The primitives of a cell from its gradients [draws, arms, size]; with buckets also sketches,
+    of as many blocks of draws as the probe would make."""
     halves = gradients[0::2], gradients[1::2]
     pieces = [np.array_split(half, parts, axis=2) for half in halves]
     sums = [np.stack([half[part].sum(axis=0) for half in pieces]) for part in range(parts)]
@@ -90,28 +93,212 @@ def cell(image: str, edges: tuple[float, float], arms: Sequence[str], gradients:
                 for part in range(parts)]
     return Cell(image=image, bin=edges, arms=tuple(arms), gram=np.array(gram),
                 products=np.array(products), counts=(len(halves[0]), len(halves[1])),
-                losses=(1.0,) * len(arms),
-                grids=tuple(grid_of(arm) for arm in arms))
+                losses=(1.0,) * len(arms), grids=tuple(grid_of(arm) for arm in arms),
+                **(_sketches(gradients, buckets, blocks) if buckets else {}))
 
 
-def measure(world: World, seed: int = 0, parts: int = 2) -> Measurement:
+def _sketches(gradients: np.ndarray, buckets: int, blocks: int | None) -> dict[str, object]:
+    count, arms, size = gradients.shape
+    blocks = blocks or sketch.blocks_of(count)
+    sketcher = sketch.CountSketch(0, size, buckets, torch.device("cpu"))
+    total = sketcher.empty(blocks, arms)
+    for draw, rows in enumerate(torch.from_numpy(gradients).float()):
+        for place, vector in zip(total[draw % blocks], rows, strict=True):
+            sketcher.add(place, vector)
+    products = [np.einsum("dap,dbp->ab", gradients[k::blocks], gradients[k::blocks])
+                for k in range(blocks)]
+    return {"sketches": sketcher.fold(total), "block_products": np.array(products),
+            "block_counts": tuple(len(gradients[k::blocks]) for k in range(blocks))}
+
+
+def measure(world: World, seed: int = 0, parts: int = 2, buckets: int = 0) -> Measurement:
     """A measurement of the world; everything random follows from the seed."""
     rng = np.random.default_rng(seed)
     mean = means(world, rng)
-    cells = [cell(f"{image:016x}", edges, world.arms, draws(world, mean[index, image], rng), parts)
+    cells = [cell(f"{image:016x}", edges, world.arms, draws(world, mean[index, image], rng), parts,
+                  buckets)
              for image in range(world.images) for index, edges in enumerate(world.bins)]
     settings = {"arms": world.arms, "bins": [list(edges) for edges in world.bins],
                 "draws": world.draws, "seed": seed, "native_tier": 256, "patch": 2,
-                "parts": ["A", "B"][:parts], "model": {"fingerprint": "synthetic"},
-                "adapter": {"kind": "none"}, "environment": {"dtype": "float64"}}
+                "parts": ["A", "B"][:parts], "noise": "shared",
+                "model": {"fingerprint": "synthetic"}, "adapter": {"kind": "none"},
+                "environment": {"dtype": "float64"}}
     return Measurement(settings, cells)
 
 
 def grid_of(arm: str) -> tuple[int, int]:
     """Latent cells of an arm's square grid, tier 256 at a VAE factor of 8."""
     parsed = Arm.parse(arm)
-    edge = parsed.tier // 8 if parsed.kind == "demote" else 32
+    edge = parsed.tier // 8 if parsed.kind in ("demote", "shifted") else 32
     return edge, edge
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Many cells at once, as inner products alone: what each gradient is made of, for any rank.
+
+    self_cosine  of two means over `draws` draws; fixes the trace of a draw's noise
+    rank         directions that the isotropic part of the noise lives in
+    shared       fraction of the noise's variance that the arms of a draw share
+    along        fraction of the trace along src's mean direction
+    slope        fraction of the trace that is no noise but a mean that depends on sigma
+    norms        standard deviation over images of the logarithm of a gradient's length
+    gains        standard deviation over images of an arm's length relative to src's
+    noisiness    standard deviation over images of the logarithm of the trace
+    """
+
+    self_cosine: float = 0.8
+    rank: int = 1000
+    draws: int = 8
+    shared: float = 0.5
+    along: float = 0.1
+    slope: float = 0.2
+    norms: float = 0.3
+    gains: float = 0.0
+    noisiness: float = 0.0
+
+
+def products_of(cloud: Cloud, distances: np.ndarray, rng: np.random.Generator
+                ) -> tuple[np.ndarray, np.ndarray]:
+    """gram [..., H, A, H, A] and products [..., H, A, A] of cells, as in a Cell, from the true
+    distances [..., A - 1] of the arms.
+
+    The isotropic noise of all draws is an orthonormal frame times a triangular matrix (Bartlett),
+    so its inner products are exact in as many coordinates as there are vectors.
+    """
+    shape, routes = distances.shape[:-1], distances.shape[-1]
+    arms, draws = routes + 1, cloud.draws
+    trace = draws * (1 / cloud.self_cosine - 1) * np.exp(
+        cloud.noisiness * rng.standard_normal((*shape, 1, 1)) - cloud.noisiness ** 2 / 2)
+    mixing = (np.sqrt(cloud.shared), np.sqrt(1 - cloud.shared))
+    white = _white(rng, shape, (arms + 1) * draws, cloud.rank)
+    white = white.reshape(*shape, draws, arms + 1, -1)
+    share = (1 - cloud.along - cloud.slope) / cloud.rank
+    noise = np.sqrt(share * trace)[..., None] * (
+        mixing[0] * white[..., :1, :] + mixing[1] * white[..., 1:, :])
+    # Coordinates: src's direction, one direction of its own for each arm, the slope's own, noise.
+    cosines = 1 - distances
+    mean = np.zeros((*shape, draws, arms, arms + 1))
+    mean[..., 0, 0] = 1
+    mean[..., 1:, 0] = cosines[..., None, :]
+    for index in range(routes):
+        mean[..., 1 + index, 1 + index] = np.sqrt(1 - cosines[..., index, None] ** 2)
+    place = np.sqrt(3 * cloud.slope * trace) * rng.uniform(-1, 1, (*shape, draws, 1))
+    mean[..., 0] += place * np.sqrt(0.5)
+    mean[..., -1] += place * np.sqrt(0.5)
+    mean[..., 0] += np.sqrt(cloud.along * trace) * (
+        mixing[0] * rng.standard_normal((*shape, draws, 1))
+        + mixing[1] * rng.standard_normal((*shape, draws, arms)))
+    length = np.exp(cloud.norms * rng.standard_normal((*shape, 1, 1)))
+    gain = 1 + cloud.gains * rng.standard_normal((*shape, 1, arms)) * (np.arange(arms) > 0)
+    vectors = np.concatenate([mean, noise], axis=-1) * (length * gain)[..., None]
+    halves = vectors[..., 0::2, :, :], vectors[..., 1::2, :, :]
+    sums = np.stack([half.sum(axis=-3) for half in halves], axis=-3)
+    flat = sums.reshape(*shape, 2 * arms, -1)
+    gram = (flat @ flat.swapaxes(-1, -2)).reshape(*shape, 2, arms, 2, arms)
+    products = np.stack([np.einsum("...dax,...dbx->...ab", half, half) for half in halves],
+                        axis=-3)
+    return gram, products
+
+
+def cells_of(cloud: Cloud, distances: np.ndarray, rng: np.random.Generator,
+             arms: Sequence[str] = ("src", "demote:192")) -> list[Cell]:
+    """One cell for each of the N rows of true distances [N, A - 1]."""
+    gram, products = products_of(cloud, distances, rng)
+    counts = ((cloud.draws + 1) // 2, cloud.draws // 2)
+    return [Cell(image=f"{index:016x}", bin=(0.0, 1.0), arms=tuple(arms), gram=gram[None, index],
+                 products=products[None, index], counts=counts, losses=(1.0,) * len(arms),
+                 grids=tuple(grid_of(arm) for arm in arms)) for index in range(len(distances))]
+
+
+def terms_of(cloud: Cloud, distances: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """[3, ..., A - 1] terms x, s, a of "ratio" (one-set) of cells with these true distances."""
+    gram, products = products_of(cloud, distances, rng)
+    products = products.sum(axis=-3)
+    matrix = cosine.debias(gram.sum(axis=(-4, -2)), products, cloud.draws)
+    square = np.diagonal(products, axis1=-2, axis2=-1) / cloud.draws
+    scaled = cosine.scale(matrix, square)
+    own = np.diagonal(scaled, axis1=-2, axis2=-1)
+    return np.stack([scaled[..., 0, 1:], np.broadcast_to(own[..., :1], own[..., 1:].shape),
+                     own[..., 1:]])
+
+
+def contrasts_of(terms: np.ndarray) -> list[verdict.Contrast]:
+    """The family of a map from terms [3, N, bins, routes]."""
+    flat = terms.reshape(3, terms.shape[1], -1)
+    present = np.ones(terms.shape[1], dtype=bool)
+    return [verdict.Contrast(cosine.Terms(*flat[:, :, index], present))
+            for index in range(flat.shape[2])]
+
+
+DISTANCES = {
+    "all equal": lambda rng, shape, mean: np.full(shape, mean),
+    "gamma(2)": lambda rng, shape, mean: np.minimum(rng.gamma(2, mean / 2, shape), 1.9),
+    "exponential": lambda rng, shape, mean: np.minimum(rng.exponential(mean, shape), 1.9),
+}
+MAP = (8, 3)  # bins and routes: 24 cells
+
+
+def maps_at_margin(cloud: Cloud, kind: str, images: int, count: int, seed: int,
+                   margin: float = 0.05) -> Iterator[tuple[list[verdict.Contrast], np.ndarray]]:
+    """Maps whose cells all have their true distance exactly at the margin: families and truths."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        own = DISTANCES[kind](rng, (images, *MAP), margin)
+        yield contrasts_of(terms_of(cloud, own, rng)), np.full(MAP[0] * MAP[1], margin)
+
+
+def resampled_maps(family: Sequence[verdict.Contrast], images: int, count: int, seed: int
+                   ) -> Iterator[tuple[list[verdict.Contrast], np.ndarray]]:
+    """Maps of images drawn, with replacement, from those of a family, whose own distances are then
+    the truth."""
+    rng = np.random.default_rng(seed)
+    truth = np.array([verdict.point(cell)[0] for cell in family])
+    for _ in range(count):
+        index = rng.integers(len(family[0].present), size=images)
+        yield [verdict.Contrast(cosine.Terms(*(values[index] for values in (
+            cell.arm.x, cell.arm.s, cell.arm.a, cell.arm.present)))) for cell in family], truth
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Fractions of maps with a false safe, a false unsafe cell, and a band that holds every truth;
+    fraction of cells without signal; fraction of pointwise intervals that hold the truth."""
+
+    safe: float
+    unsafe: float
+    covered: float
+    lost: float
+    pointwise: float
+
+
+def rates(maps: Iterable[tuple[list[verdict.Contrast], np.ndarray]], resamples: int) -> Rates:
+    """How often the verdicts err when each cell's margin is its true distance."""
+    rows = []
+    for number, (family, truth) in enumerate(maps):
+        band = verdict.simultaneous(family, str(number), resamples)
+        signal = np.array(band.signal)
+        points = np.array([verdict.point(cell) for cell in family])
+        above, below = np.array(band.alone).T * points[:, 1]
+        high = points[:, 0] + band.q_safe * points[:, 1] < truth
+        low = points[:, 0] - band.q_unsafe * points[:, 1] > truth
+        safe, unsafe = (signal & high).any(), (signal & low).any()
+        reach = np.where(points[:, 0] < truth, above, below)
+        held = (np.abs(points[:, 0] - truth) <= reach)[signal]
+        rows.append((safe, unsafe, not (safe or unsafe), 1 - signal.mean(),
+                     held.mean() if len(held) else np.nan))
+    return Rates(*np.nanmean(np.array(rows, dtype=float), axis=0).tolist())
+
+
+def _white(rng: np.random.Generator, shape: tuple[int, ...], count: int, rank: int) -> np.ndarray:
+    """Coordinates [*shape, count, min(count, rank)] of `count` vectors N(0, I) in `rank`
+    dimensions, up to a rotation."""
+    if rank <= count:
+        return rng.standard_normal((*shape, count, rank))
+    lower = np.tril(rng.standard_normal((*shape, count, count)), -1)
+    place = np.arange(count)
+    lower[..., place, place] = np.sqrt(rng.chisquare(rank - place, (*shape, count)))
+    return lower
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:

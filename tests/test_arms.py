@@ -63,6 +63,37 @@ def test_arms_have_the_grids_they_are_named_for(tmp_path):
     assert len(ticks) == 3 + 3 + 2 + 2
 
 
+def test_resampling_at_a_routes_ratio_changes_the_picture_on_its_own_grid(tmp_path):
+    arm = arms.Arm("resample", 192)
+    training_set = arms.add_arm(made(tmp_path), arm, lambda: None)
+    first, _, small = training_set.items
+    picture = arms.arm_pixels(training_set, first, SRC)
+    # Enlarged by 256/192 with the same filter and 8-bit rounding, and brought back.
+    there = resample.lanczos(picture, (round(256 * 4 / 3), round(256 * 4 / 3)))
+    back = arms.arm_pixels(training_set, first, arm)
+    assert (back == resample.lanczos(there, (256, 256))).all() and (back != picture).mean() > 0.3
+    latent = training_set.latent(first, arm)
+    assert latent.shape == (3, 32, 32)
+    assert 0 < (latent - training_set.latent(first, SRC)).abs().max() < 0.1
+    assert training_set.grid_of(small, arm) is None
+
+
+def test_resampling_at_the_native_tier_prices_nothing_and_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="route 256 -> 256 does not go down"):
+        arms.add_arm(made(tmp_path), arms.Arm("resample", 256), lambda: None)
+
+
+def test_a_shifted_arm_has_the_demoted_latent_itself(tmp_path):
+    training_set = arms.add_arm(made(tmp_path), arms.Arm("demote", 192), lambda: None)
+    encoded = training_set.codec.encoded
+    shifted = arms.add_arm(training_set, arms.Arm("shifted", 192), lambda: None)
+    assert training_set.codec.encoded == encoded
+    first, _, small = shifted.items
+    assert shifted.grid_of(first, shifted.arms[1]) == (24, 24)
+    assert shifted.grid_of(small, shifted.arms[1]) is None
+    assert torch.equal(*(shifted.latent(first, arm) for arm in shifted.arms))
+
+
 def test_every_arm_is_cut_with_the_native_box(tmp_path):
     training_set = made(tmp_path, ((280, 392),))
     picture = training_set.items[0]
@@ -124,5 +155,5 @@ def test_lanczos_at_the_same_size_is_the_identity():
 
 
 def test_an_arm_is_its_name():
-    for name in ("src", "null", "reenc", "demote:192", "repromote:64"):
+    for name in ("src", "null", "reenc", "demote:9", "repromote:64", "resample:192", "shifted:64"):
         assert str(arms.Arm.parse(name)) == name

@@ -96,9 +96,44 @@ def test_logit_normal_is_what_it_says():
     assert density.cdf(0.9) == pytest.approx(upper)
 
 
+@settings(max_examples=50)
+@given(st.floats(0.01, 1), st.floats(1.01, 4))
+def test_shifted_sigma_keeps_the_signal_to_noise_ratio_of_what_both_grids_hold(sigma, ratio):
+    shifted = draws.shifted_sigma(sigma, ratio)
+    # The demoted grid holds the same coefficients, smaller by the ratio.
+    assert (1 - shifted) / ratio * sigma == pytest.approx((1 - sigma) * shifted, abs=1e-12)
+    assert 0 < shifted <= sigma
+    assert draws.shifted_sigma(1.0, ratio) == 1.0
+
+
+def test_demoting_a_smooth_latent_divides_its_coefficients_by_the_edge_ratio():
+    """What the shift rests on, for a latent that both grids hold."""
+    rows, columns = np.meshgrid(np.arange(32) + 0.5, np.arange(32) + 0.5, indexing="ij")
+    native = np.cos(math.pi * 2 * rows / 32) * np.cos(math.pi * 3 * columns / 32)
+    small = native.reshape(16, 2, 16, 2).mean((1, 3))
+    ratio = [scipy.fft.dctn(grid, norm="ortho")[2, 3] for grid in (native, small)]
+    assert ratio[0] / ratio[1] == pytest.approx(2, rel=0.02)
+
+
+def test_at_the_endpoint_the_input_is_exactly_the_noise():
+    latent, noise = torch.randn(2, 1, 4, 6, 6)
+    sigma = draws.draw_sigma(0, "image", draws.ENDPOINT, 5)
+    assert sigma == 1.0
+    assert torch.equal(draws.noised(latent, noise, sigma), noise)
+
+
 def test_bins_from_a_count_and_from_edges():
     assert draws.parse_bins("4") == [(0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1)]
     assert draws.parse_bins("0.5-0.9, 0.1-0.3") == [(0.1, 0.3), (0.5, 0.9)]
+
+
+def test_the_endpoint_is_a_bin_of_its_own_after_edges_or_a_count():
+    assert draws.parse_bins("0.5-1, 1") == [(0.5, 1), (1, 1)]
+    assert draws.parse_bins("2, 1") == [(0, 0.5), (0.5, 1), (1, 1)]
+    assert draws.parse_bins("1.0") == [(1, 1)] and draws.parse_bins("1") == [(0, 1)]
+    for sigma_bin in ((0.1, 0.35), (1.0, 1.0)):
+        again = draws.parse_bins("0-0.05, " + draws.bin_text(sigma_bin))
+        assert again[1] == sigma_bin
 
 
 @pytest.mark.parametrize(
@@ -110,6 +145,10 @@ def test_bins_from_a_count_and_from_edges():
         ("0.5-0.2", "ascending"),
         ("0.5-1.2", "inside 0-1"),
         ("0.1-0.4, 0.3-0.5", "overlap"),
+        ("0.2-0.3, 0.2-0.3", "overlap"),
+        ("2, 1, 1", "overlap"),
+        ("0.5-0.5", "ascending"),
+        ("8, 0.1", "cannot be read"),
     ],
 )
 def test_bad_bins_are_named(text, message):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import synthetic
 
+from demotion import draw_limit, verdict
 from demotion import gap_map as gap_map_module
-from demotion import verdict
-from demotion.gap_map import GapMap, gap_map, is_route, summary
+from demotion.gap_map import GapMap, decided, gap_map, is_route, summary
 from demotion.measure import Measurement
 
 WORLD = synthetic.World({"null": 0.0, "reenc": 0.02, "demote:224": [0.3, 0.1, 0.02, 0.01],
@@ -160,18 +160,175 @@ def test_the_map_is_a_function_of_its_measurement() -> None:
     ({"control": "demote:192"}, "can serve as one"),
     ({"margin": 0.0}, "between 0 and 1"),
     ({"margin": 1.0}, "between 0 and 1"),
-    ({"estimator": "published"}, "one_set, two_set"),
+    ({"estimator": "mean"}, "one_set, two_set"),
+    ({"estimand": "mean"}, "ratio, power_ratio, per_image, population, dataset"),
+    ({"estimator": "published"}, "with the estimand per_image"),
+    ({"estimator": "stepped", "estimand": "per_image"}, "shared noise"),
+    ({"estimator": "two_set", "estimand": "population"}, "use one_set"),
+    ({"estimand": "population"}, "measure with sketch buckets"),
+    ({"looks": 5}, "1 to 4"),
+    ({"control": "repromote"}, "can serve as one"),
 ])
 def test_bad_options_are_refused_in_a_sentence(options: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         gap_map(MEASUREMENT, **options)
 
 
-def test_an_unfinished_measurement_is_refused_with_the_remedy() -> None:
+def test_a_measurement_without_cells_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="no cells: run the probe"):
         gap_map(Measurement(MEASUREMENT.settings))
-    with pytest.raises(ValueError, match=r"lacks 1 of 48 cells.*run the probe again"):
-        gap_map(Measurement(MEASUREMENT.settings, MEASUREMENT.cells[:-1]))
+
+
+def test_an_image_that_lacks_a_bin_is_left_out_of_that_bin_alone() -> None:
+    edges, lacking = MAP.bins[1], sorted({cell.image for cell in MEASUREMENT.cells})[:3]
+    cells = [cell for cell in MEASUREMENT.cells
+             if cell.bin != edges or cell.image not in lacking]
+    partial = gap_map(Measurement(MEASUREMENT.settings, cells))
+    for before, after in zip(MAP.gaps, partial.gaps, strict=True):
+        assert after.images == (9 if after.bin == edges else 12)
+        assert (after.d == before.d) == (after.bin != edges)
+
+
+def test_what_is_decided_are_the_settled_bins_of_routes() -> None:
+    found = decided(MAP)
+    assert ("demote:224", MAP.bins[0]) in found and ("demote:224", MAP.bins[3]) in found
+    for gap in MAP.gaps:
+        settled = is_route(gap.arm) and gap.verdict in (verdict.SAFE, verdict.UNSAFE)
+        assert ((gap.arm, gap.bin) in found) == settled
+
+
+def test_planned_looks_widen_every_band_and_are_named() -> None:
+    looking = gap_map(MEASUREMENT, looks=4)
+    for once, often in zip(MAP.gaps, looking.gaps, strict=True):
+        assert once.d == often.d and often.q_safe > once.q_safe
+        assert often.q_unsafe > once.q_unsafe
+    assert "4 planned looks" in summary(looking) and "looks" not in summary(MAP)
+
+
+def shared_direction(images: int, draws: int, buckets: int = 1 << 14) -> Measurement:
+    """Pictures with nearly one mean gradient, so that the batch gradient has a direction; the
+    demoted one stands at a distance of .1."""
+    rng = np.random.default_rng(0)
+    src, side = np.eye(2, 50)
+    means = np.stack([src, src, 0.9 * src + np.sqrt(1 - 0.81) * side])
+    arms = ("src", "null", "demote:192")
+    cells = []
+    for image in range(images):
+        own = means + 0.05 * rng.standard_normal(50)
+        gradients = own + 0.1 * rng.standard_normal((draws, 3, 50))
+        cells.append(synthetic.cell(f"{image:016x}", (0.0, 1.0), arms, gradients,
+                                    buckets=buckets))
+    settings = MEASUREMENT.settings | {"arms": list(arms), "bins": [[0.0, 1.0]], "draws": draws,
+                                       "parts": ["A"]}
+    return Measurement(settings, cells)
+
+
+@pytest.mark.parametrize("estimand", ["power_ratio", "per_image", "population", "dataset"])
+def test_every_estimand_is_named_and_says_whether_it_judges(estimand: str) -> None:
+    made = gap_map(shared_direction(10, 8), estimand=estimand)
+    assert made.estimand == estimand and f"estimand {estimand}" in summary(made)
+    for gap in made.gaps:
+        silent = estimand in ("per_image", "dataset")
+        assert (gap.verdict == verdict.NO_VERDICT) == silent
+        assert not silent or math.isnan(gap.band[0])
+        assert math.isnan(gap.se_half_buckets) == (estimand not in ("population", "dataset"))
+        assert silent <= ("use the estimand" in gap.decide)
+
+
+@pytest.mark.parametrize("draws", [1, 8])
+def test_population_finds_the_batch_gradient_even_from_one_draw(draws: int) -> None:
+    made = gap_map(shared_direction(24, draws), estimand="population")
+    (null,), (route,) = made.of("null"), made.of("demote:192")
+    assert route.d == pytest.approx(0.1, abs=0.02) and abs(null.d) < 0.01
+    assert route.band[0] < 0.1 < route.band[1] and route.verdict == verdict.UNSAFE
+    assert null.verdict == verdict.SAFE
+    assert math.isfinite(route.within) == (draws == 8) and math.isnan(route.effective)
+    assert route.se_half_buckets == pytest.approx(route.se, rel=0.3)
+    assert "with half the sketch buckets" in summary(made)
+
+
+def test_dataset_is_conditional_on_the_images() -> None:
+    measurement = shared_direction(10, 8)
+    (route,) = gap_map(measurement, estimand="dataset").of("demote:192")
+    assert route.d == pytest.approx(0.1, abs=0.02)
+    assert route.pointwise[0] < route.d < route.pointwise[1]
+    (excess,) = gap_map(measurement, estimand="dataset", control="null").of("demote:192")
+    (null,) = gap_map(measurement, estimand="dataset").of("null")
+    assert excess.d == pytest.approx(route.d - null.d)
+
+
+def test_power_ratio_gives_no_verdict_where_few_images_count() -> None:
+    cells = [replace(cell, gram=cell.gram * scale ** 2, products=cell.products * scale ** 2)
+             for cell in MEASUREMENT.cells
+             for scale in [30.0 if int(cell.image, 16) < 2 else 1.0]]
+    loud = gap_map(Measurement(MEASUREMENT.settings, cells), estimand="power_ratio")
+    for gap in loud.gaps:
+        assert gap.effective < 3 and gap.verdict == verdict.NO_VERDICT
+        assert "an effective" in gap.decide and math.isnan(gap.band[0])
+    assert "of 12 images" in summary(loud)
+    ratio = gap_map(Measurement(MEASUREMENT.settings, cells))
+    assert [gap.d for gap in ratio.gaps] == pytest.approx([gap.d for gap in MAP.gaps])
+
+
+def test_published_forms_need_independent_noise_and_differ_as_their_formula_says() -> None:
+    world = replace(WORLD, shared=0.0, draws=16, noise=2.0, slope=0.0)
+    apart = synthetic.measure(world)
+    apart.settings["noise"] = "independent"
+    plain, published, stepped = (gap_map(apart, estimand="per_image", estimator=form)
+                                 for form in ("one_set", "published", "stepped"))
+    for one, low, near in zip(plain.gaps, published.gaps, stepped.gaps, strict=True):
+        assert low.d < near.d and abs(near.d - one.d) < 0.05
+        assert low.verdict == verdict.NO_VERDICT and low.with_signal <= low.images
+
+
+def test_a_control_of_each_tier_is_taken_by_its_kind() -> None:
+    world = replace(WORLD, distances=dict(WORLD.distances) | {
+        "resample:224": 0.01, "resample:192": 0.03})
+    measurement = synthetic.measure(world, parts=1)
+    relative, plain = gap_map(measurement, control="resample"), gap_map(measurement)
+    for tier in (224, 192):
+        for excess, own, control in zip(*(m.of(a) for m, a in (
+                (relative, f"demote:{tier}"), (plain, f"demote:{tier}"),
+                (plain, f"resample:{tier}"))), strict=True):
+            assert excess.control == f"resample:{tier}"
+            assert excess.d == pytest.approx(own.d - control.d)
+
+
+def test_draw_limit_checks_hold_on_independent_draws_and_fail_on_linked_ones() -> None:
+    def worst(measurement: Measurement) -> tuple[float, float]:
+        check = gap_map(measurement).checks["draw_limit"]
+        return (max(abs(row["a"] - 1) / row["se"] for row in check["native"]),
+                max(abs(row["c"]) / row["se"] for row in check["arms"]))
+
+    world = replace(WORLD, images=24, draws=16)
+    native, arms = worst(synthetic.measure(world))
+    assert native < 3.5 and arms < 4
+    # Draws that repeat those of their own half are not independent: rho gains less than it says.
+    rng = np.random.default_rng(0)
+    cells = []
+    for image in range(24):
+        gradients = rng.standard_normal((4, 2, 60)) + 1
+        repeated = gradients[[0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]]
+        cells.append(synthetic.cell(f"{image:016x}", (0.0, 1.0), ("src", "null"), repeated))
+    settings = MEASUREMENT.settings | {"arms": ["src", "null"], "bins": [[0.0, 1.0]],
+                                       "parts": ["A"]}
+    native, _ = worst(Measurement(settings, cells))
+    assert native > 10
+
+
+def test_the_draw_limit_check_is_left_out_where_draws_do_not_allow_it() -> None:
+    shallow = gap_map(synthetic.measure(replace(WORLD, draws=2, noise=0.3)))
+    assert "draw_limit" not in shallow.checks and "Draw-limit" not in summary(shallow)
+
+
+def test_a_limit_is_fitted_to_any_draw_counts() -> None:
+    counts = (4, 8, 16, 32)
+    values = np.array([[0.05 + 0.4 / count, 1 + 3 / count] for count in counts]).T
+    limit, slope = draw_limit.fit(counts, values)
+    np.testing.assert_allclose(limit, [0.05, 1])
+    np.testing.assert_allclose(slope, [0.4, 3])
+    with pytest.raises(ValueError, match="2 different"):
+        draw_limit.fit((8, 8), np.zeros(2))
 
 
 def test_saving_and_loading_changes_nothing_and_nan_becomes_null(tmp_path) -> None:
@@ -184,6 +341,16 @@ def test_saving_and_loading_changes_nothing_and_nan_becomes_null(tmp_path) -> No
         assert again.to_json() == original.to_json() and again.hash == original.hash
         assert again.bins == original.bins and again.settings == original.settings
     assert math.isnan(again.gaps[0].within) and again.gaps[0].control is None
+
+
+def test_a_map_of_an_earlier_pack_opens(tmp_path) -> None:
+    data = json.loads(MAP.to_json())
+    del data["looks"], data["checks"]
+    for gap in data["gaps"]:
+        del gap["effective"], gap["se_half_buckets"]
+    (tmp_path / "map.json").write_text(json.dumps(data))
+    old = GapMap.load(tmp_path / "map.json")
+    assert old.looks == 1 and [gap.d for gap in old.gaps] == [gap.d for gap in MAP.gaps]
 
 
 def test_other_files_and_later_versions_are_refused(tmp_path) -> None:
@@ -201,7 +368,8 @@ def test_the_summary_names_what_the_numbers_are() -> None:
     for part in ("ratio", "one_set", "8 draws", "12 images", "margin 0.05", "256 -> 192",
                  "safe at 0.05"):
         assert part in text
-    assert len(text.splitlines()) == 3 + len(MAP.gaps)
+    assert len(text.splitlines()) == 5 + len(MAP.gaps)
+    assert "Draw-limit check" in text
     assert text.isascii()
 
 

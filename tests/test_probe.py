@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from demotion import cosine, draws, probe
+from demotion import cosine, draws, probe, sketch
 
 BIN = (0.4, 0.6)
 
@@ -73,6 +73,88 @@ def test_parts_of_the_adapter_add_up_to_the_whole():
         np.testing.assert_allclose(a, b[0] + b[1])
 
 
+def sketcher(model, buckets=1 << 12):
+    size = sum(p.numel() for part in parts(model).values() for p in part)
+    return sketch.CountSketch(7, size, buckets, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("count", "blocks"), [(8, 4), (2, 2), (1, 1)])
+def test_sketches_and_products_of_blocks_are_those_of_the_gradients(count, blocks):
+    model = nets.TinyFlow()
+    # Buckets enough that the few parameters do not collide: sketched products are exact.
+    exact = sketcher(model)
+    folded = exact.places.remainder(exact.buckets)
+    assert len(folded.unique()) == len(folded)
+    measured = probe.measure_cell(
+        nets.subject(1), BIN, count, 7, True, model, parts(model), lambda: None, exact
+    )
+    gradients = brute_force(model, nets.subject(1), count, 7)
+    assert measured.block_counts == (count // blocks,) * blocks
+    sums = np.stack([gradients[block::blocks].sum(0) for block in range(blocks)])
+    products = [
+        np.einsum("dap,dbp->ab", *[gradients[block::blocks]] * 2) for block in range(blocks)
+    ]
+    np.testing.assert_allclose(measured.block_products, products, rtol=1e-5, atol=1e-9)
+    flat = measured.sketches.reshape(-1, exact.buckets).astype(np.float64)
+    sums = sums.reshape(flat.shape[0], -1)
+    np.testing.assert_allclose(flat @ flat.T, sums @ sums.T, rtol=1e-4, atol=1e-8)
+    # The blocks add up to what a cell has without a sketch.
+    np.testing.assert_allclose(measured.block_products.sum(0), measured.pooled()[1])
+    plain = measured.pooled()[0]
+    whole = measured.sketches.sum(0).astype(np.float64)
+    np.testing.assert_allclose(whole @ whole.T, plain, rtol=1e-4, atol=1e-8)
+
+
+def test_a_sketch_changes_nothing_else_of_a_cell():
+    model = nets.TinyFlow()
+    with_sketch = probe.measure_cell(
+        nets.subject(1), BIN, 4, 7, True, model, parts(model), lambda: None, sketcher(model, 8)
+    )
+    plain = cell(model, count=4)
+    assert (with_sketch.gram == plain.gram).all()
+    assert (with_sketch.products == plain.products).all()
+    assert plain.sketches is None and plain.block_counts is None
+
+
+def test_a_shifted_arm_is_the_demoted_one_at_another_sigma():
+    model, asked = nets.TinyFlow(), []
+
+    def velocity(z, sigma, context):
+        asked.append((z.detach(), sigma))
+        return model(z, sigma)
+
+    plain = nets.subject(1)
+    latents = {**plain.latents, "shifted:6": plain.latents["demote:6"]}
+    subject = probe.Subject(plain.image, latents, dict.fromkeys(latents), native_tier=8)
+    probe.measure_cell(subject, BIN, 2, 7, True, velocity, parts(model), lambda: None)
+    _, _, (demoted, sigma), _, (shifted, lower) = asked[:5]
+    assert lower == pytest.approx(draws.shifted_sigma(sigma, 8 / 6))
+    # The noise is the same.
+    latent = latents["demote:6"]
+    torch.testing.assert_close(
+        (demoted - (1 - sigma) * latent) / sigma, (shifted - (1 - lower) * latent) / lower
+    )
+
+
+def test_at_the_endpoint_the_model_is_given_the_noise_and_sigma_one():
+    model, asked = nets.TinyFlow(), []
+
+    def velocity(z, sigma, context):
+        asked.append((z.detach(), sigma))
+        return model(z, sigma)
+
+    subject = nets.subject(1)
+    probe.measure_cell(
+        subject, draws.ENDPOINT, 2, 7, True, velocity, parts(model), lambda: None
+    )
+    assert {sigma for _, sigma in asked} == {1.0}
+    native = subject.latents["src"].shape
+    for (z, _), arm in zip(asked, subject.latents):
+        grid = tuple(subject.latents[arm].shape[-2:])
+        noise = probe.arm_noise(7, subject.image, draws.ENDPOINT, 0, arm, native, grid, True)
+        assert torch.equal(z, noise)
+
+
 def test_an_arm_equal_to_src_shares_its_noise_and_null_does_not():
     measured = cell(nets.TinyFlow())
     gram, _ = measured.pooled()
@@ -119,7 +201,7 @@ def test_a_mask_of_ones_changes_nothing_and_a_half_mask_does():
 
 def test_fewer_than_two_draws_and_a_loss_that_is_not_finite_are_refused():
     model = nets.TinyFlow()
-    with pytest.raises(ValueError, match="at least 2 draws"):
+    with pytest.raises(ValueError, match="at least 2 draws; one draw .* needs a sketch"):
         cell(model, count=1)
     model.second.weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match="arm src is not finite"):

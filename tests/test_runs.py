@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import toys
 
-from demotion import arms, draws, gap_map, gate, grid, probe, train
+from demotion import arms, draws, gap_map, gate, grid, measure, probe, train
 
 TIER = 64
 ARMS = (arms.SRC, arms.REENC, arms.Arm("demote", 48), arms.Arm("repromote", 48))
+# What does not depend on the model's class.
+FLUX = pytest.mark.parametrize("toy", ["flux"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=["flux", "wan", "anima"])
@@ -129,6 +134,167 @@ def test_a_precision_below_float32_is_compared_with_it_once_and_told(toy):
     said = [gap_map.summary(gap_map.gap_map(again, margin=m)) for m in (2 * moved, moved / 2)]
     assert "bfloat16 moves a gradient" in said[0] and "Warning" not in said[0]
     assert "Warning: bfloat16 moves a gradient" in said[1]
+
+
+@pytest.mark.parametrize("draws_", [1, 4])
+def test_a_sketched_probe_keeps_what_the_population_needs(toy, draws_, tmp_path):
+    from pack.host import probing
+
+    model, training_set, _ = toy
+    chosen = options(draws=draws_, sketch=64, diagnostics=False)
+    with torch.inference_mode():
+        measured, path = probing.run(model, training_set, chosen, tmp_path, counting([], []))
+    assert measured.settings["arms"] == ["src", "demote:48"] and measured.settings["sketch"] == 64
+    for cell in measured.cells:
+        assert cell.arms == ("src", "demote:48")
+        assert cell.sketches.shape == (draws_, 2, 64) and cell.block_counts == (1,) * draws_
+        assert np.isfinite(cell.sketches).all() and cell.sketches.any(axis=(0, 2)).all()
+    assert measure.sketch_path(path).stat().st_size == 2 * 4 * draws_ * 2 * 64
+
+
+@FLUX
+def test_without_a_route_or_diagnostics_there_is_nothing_to_measure(toy, tmp_path):
+    from pack.host import probing
+
+    model, training_set, _ = toy
+    bare = replace(training_set, arms=(arms.SRC, arms.REENC))
+    with pytest.raises(ValueError, match="no demoted tier, .* add Demote Latents"):
+        probing.run(model, bare, options(diagnostics=False), tmp_path, pytest.fail)
+    with pytest.raises(ValueError, match="looks is 5: plan 1 to 4"):
+        probing.run(model, training_set, options(looks=5), tmp_path, pytest.fail)
+    with pytest.raises(ValueError, match="draws is 6: .* take 4 or 8"):
+        probing.run(model, training_set, options(draws=6, sketch=64), tmp_path, pytest.fail)
+    with pytest.raises(ValueError, match="needs a sketch"):
+        probing.run(model, training_set, options(draws=1), tmp_path, pytest.fail)
+
+
+def test_looks_are_evenly_spaced_from_the_first_that_may_decide(comfy):
+    from pack.host import probing
+
+    assert probing.look_sizes(40, 4) == [10, 20, 30, 40]
+    assert probing.look_sizes(12, 2) == [8, 12]
+    assert probing.look_sizes(24, 3) == [8, 16, 24]
+    assert probing.look_sizes(24, 1) == [24]
+    assert probing.look_sizes(5, 3) == [5, 5, 5]
+
+
+@pytest.fixture(scope="module")
+def ten(toy):
+    """Ten pictures by name, of which the set has two by content, and one route."""
+    model, training_set, _ = toy
+    items = tuple(
+        replace(training_set.items[index % 2], image=f"{index:016x}") for index in range(10)
+    )
+    return model, replace(training_set, items=items, arms=(arms.SRC, arms.Arm("demote", 48)))
+
+
+BINS = ((0.3, 0.6), (0.6, 0.9))
+
+
+@FLUX
+def test_a_bin_that_is_decided_gets_no_more_pictures_and_a_run_that_continues_agrees(
+    ten, tmp_path, monkeypatch
+):
+    from pack.host import probing
+
+    model, training_set = ten
+    chosen = options(bins=BINS, looks=2, diagnostics=False)
+    # What is decided is the map's business; here it is the first bin.
+    monkeypatch.setattr(gap_map, "decided", lambda drawn: {("demote:48", BINS[0])})
+    totals, said = [], []
+    with torch.inference_mode():
+        measured, path = probing.run(
+            model, training_set, chosen, tmp_path, counting(totals, []), said.append
+        )
+        assert totals == [8 * 2 * 2 * 2, 2 * 2 * 2]
+        taken = [(cell.image, cell.bin) for cell in measured.cells]
+        first = [f"{index:016x}" for index in range(8)]
+        assert taken == [(image, edges) for image in first for edges in BINS] + [
+            (f"{index:016x}", BINS[1]) for index in (8, 9)
+        ]
+        # What it takes is said before, from the most that it can be; then what is decided.
+        assert said[0].startswith("at most 80 gradients, about ") and " on the disk" in said[0]
+        assert said[1].startswith(said[0] + "\nlook 1 of 2, 8 pictures: demote:48 0.3-0.6 ")
+        whole = path.read_bytes()
+        lines = whole.splitlines(keepends=True)
+        assert [line[:16] == b'{"check": "look ' for line in lines].index(True) == 17
+        for kept in (10, 17, 19):
+            path.write_bytes(b"".join(lines[:kept]) + lines[kept][:30])
+            again, _ = probing.run(model, training_set, chosen, tmp_path, counting([], []))
+            assert path.read_bytes() == whole
+            assert again.checks == measured.checks
+
+
+@FLUX
+def test_when_every_bin_is_decided_a_run_ends(ten, tmp_path):
+    from pack.host import probing
+
+    model, training_set = ten
+    # Every distance is below this margin, wherever there is a signal.
+    chosen = options(bins=BINS[1:], draws=4, looks=2, diagnostics=False, margin=0.99)
+    totals = []
+    with torch.inference_mode():
+        measured, _ = probing.run(model, training_set, chosen, tmp_path, counting(totals, []))
+    assert totals == [8 * 4 * 2, 0] and len(measured.cells) == 8
+    assert measured.checks["look 1"] == [["demote:48", list(BINS[1]), "safe"]]
+
+
+@FLUX
+def test_one_look_is_exact_in_what_it_says(ten, tmp_path):
+    from pack.host import probing
+
+    model, training_set = ten
+    few = replace(training_set, items=training_set.items[:2])
+    totals, said = [], []
+    with torch.inference_mode():
+        _, path = probing.run(model, few, options(), tmp_path, counting(totals, []), said.append)
+    assert totals == [2 * 2 * 3] and said[0].startswith("12 gradients, about ")
+    written = path.stat().st_size - len(path.read_bytes().splitlines()[0])
+    stated = float(re.search(r"([\d.]+) kB on the disk", said[0])[1]) * 1000
+    assert stated == pytest.approx(written, rel=0.2)
+
+
+@FLUX
+def test_memory_does_not_grow_with_the_pictures(ten, tmp_path):
+    from pack.host import probing
+
+    model, training_set = ten
+    # As if every picture had a caption of its own.
+    items = [
+        replace(item, conditioning=[list(item.conditioning[0])]) for item in training_set.items
+    ]
+    live = []
+
+    def tick(*_):
+        found = [value for value in gc.get_objects() if type(value) is torch.Tensor]
+        storages = {value.untyped_storage().data_ptr(): value.nbytes for value in found}
+        live.append(sum(storages.values()))
+
+    chosen = options(bins=BINS[:1], sketch=1 << 10, diagnostics=False)
+    with torch.inference_mode():
+        probing.run(
+            model, replace(training_set, items=tuple(items)), chosen, tmp_path, lambda total: tick
+        )
+    # Four gradients a picture: the second and the last, at the same place. Nothing is kept of the
+    # eight between, not even a latent.
+    own = [live[4 * index + 3] for index in range(len(items))]
+    assert own[-1] - own[1] < training_set.latent(items[0], arms.SRC).nbytes
+
+
+@FLUX
+def test_prepared_conditioning_does_not_grow_with_the_pictures(ten):
+    from pack.host import session, velocity
+
+    model, training_set = ten
+    with torch.inference_mode(), session.open_session(model) as live:
+        latent, _ = live.load_arm(training_set, training_set.items[0], arms.SRC)
+        captions = [[list(training_set.items[0].conditioning[0])] for _ in range(40)]
+        with torch.no_grad():
+            first = live.velocity(latent, 0.5, captions[0])
+            for caption in captions:
+                live.velocity(latent, 0.5, caption)
+            assert torch.equal(live.velocity(latent, 0.5, captions[0]), first)
+        assert len(live.velocity._prepared) == velocity.PREPARED
 
 
 def test_a_bin_outside_the_models_range_is_refused(toy):

@@ -166,6 +166,7 @@ def test_the_whole_job_leaves_every_file_it_names(whole):
     assert set(made) == {
         "measurement",
         "gap map (picture)",
+        "gap map (SVG)",
         "gap map",
         "gate",
         "LoRA",

@@ -40,7 +40,8 @@ def maps_at_margin() -> list[tuple[bool, bool, list[bool]]]:
         assert all(band.signal)
         points = [verdict.point(cell) for cell in cells]
         bounds = [(d - band.q_unsafe * error, d + band.q_safe * error) for d, error in points]
-        alone = [low <= 0.05 <= high for low, high in map(verdict.pointwise, cells)]
+        alone = [d - below * error <= 0.05 <= d + above * error
+                 for (d, error), (above, below) in zip(points, band.alone, strict=True)]
         rows.append((all(low <= 0.05 <= high for low, high in bounds),
                      any(high < 0.05 for _, high in bounds), alone))
     return rows
@@ -57,13 +58,13 @@ def test_few_maps_at_the_margin_are_called_safe(maps_at_margin: list) -> None:
 
 
 def test_the_pointwise_interval_covers(maps_at_margin: list) -> None:
-    # 1,600 intervals, correlated within maps; jackknife-t is near nominal.
+    # 1,600 intervals, correlated within maps.
     assert 0.91 <= np.mean([row[2] for row in maps_at_margin]) <= 0.98
 
 
 def test_the_linearised_error_is_the_jackknife_one_to_first_order() -> None:
     cell = family(replace(AT_MARGIN, images=40))[0]
-    low, high = verdict.pointwise(cell)
+    low, high = verdict.jackknife(cell)
     jackknife = (high - low) / 2 / 2.0227  # t quantile of 39 degrees of freedom
     assert verdict.point(cell)[1] == pytest.approx(jackknife, rel=0.03)
 
@@ -77,6 +78,111 @@ def test_distance_and_error_follow_their_formulas_under_weights() -> None:
     square = 12 / 11 * c ** 2 * np.dot(weights, bracket ** 2)
     d, error, _ = verdict.estimate(cell, weights[None])
     assert (d[0], error[0]) == pytest.approx((1 - c, math.sqrt(square)))
+
+
+@pytest.mark.parametrize("images", [8, 12, 24, 40])
+def test_maps_exactly_at_the_margin_are_rarely_called_safe_or_unsafe(images: int) -> None:
+    # bench/coverage.py has 1,000 maps of each of several worlds.
+    cloud, maps = synthetic.Cloud(0.8, 64, shared=0.7, norms=1.0, gains=0.2, noisiness=0.5), 60
+    made = synthetic.maps_at_margin(cloud, "gamma(2)", images, maps, seed=images)
+    found = synthetic.rates(made, 300)
+    assert max(found.safe, found.unsafe) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / maps)
+    assert found.lost == 0
+
+
+@pytest.mark.parametrize("kind", ["gamma(2)", "exponential"])
+@pytest.mark.parametrize("images, low, high", [(24, 0.93, 1.0), (40, 0.93, 0.97)])
+def test_each_interval_covers_alone_on_skewed_distances(kind: str, images: int, low: float,
+                                                        high: float) -> None:
+    cloud = synthetic.Cloud(0.8, 1000, shared=0.7)
+    found = synthetic.rates(synthetic.maps_at_margin(cloud, kind, images, 60, seed=images), 400)
+    # Two Monte Carlo errors of 1,440 intervals.
+    assert low - 0.012 <= found.pointwise <= high + 0.012
+
+
+def test_a_cell_of_a_family_has_the_interval_that_it_has_by_itself() -> None:
+    cells = family(AT_MARGIN)
+    together = verdict.simultaneous(cells, "k", 500)
+    for cell, alone in zip(cells, together.alone, strict=True):
+        band = verdict.simultaneous([cell], "k", 500)
+        assert (band.q_safe, band.q_unsafe) == alone == band.alone[0]
+        assert alone[0] <= together.q_safe and alone[1] <= together.q_unsafe
+
+
+def pairs(images: int, seed: int = 0, apart: float = 0.5) -> verdict.Contrast:
+    """A contrast of pair terms, of vectors around means whose second stands `apart` aside."""
+    rng = np.random.default_rng(seed)
+    ahead, aside = np.eye(2, 30) * 15
+    src, other = rng.standard_normal((2, images, 30)) + np.stack(
+        [ahead, ahead + apart * aside])[:, None]
+    different = 1 - np.eye(images)
+    x, s, a = ((one @ two.T + two @ one.T) / 2 * different
+               for one, two in ((src, other), (src, src), (other, other)))
+    return verdict.Contrast(cosine.Terms(x, s, a, np.ones(images, dtype=bool)))
+
+
+def test_influences_are_derivatives_of_the_distance_in_the_weights() -> None:
+    # The influence on c of an image: what c gains for a little more of its weight. It sums to 0
+    # over the images, so c does not see the scale of the weights.
+    for cell in (family(AT_MARGIN)[0], pairs(12)):
+        weights = np.ones((1, 12))
+        _, _, influence = verdict.estimate(cell, weights)
+        for image in range(12):
+            moved = weights.copy()
+            moved[0, image] += 1e-6
+            slope = (verdict.estimate(cell, moved)[0] - verdict.estimate(cell, weights)[0]) / 1e-6
+            assert -slope[0] == pytest.approx(influence[0, image], rel=1e-3, abs=1e-7)
+        assert influence.sum() == pytest.approx(0, abs=1e-12)
+
+
+def test_the_error_of_a_pair_estimand_is_that_of_repeated_worlds() -> None:
+    points = np.array([verdict.point(pairs(40, seed)) for seed in range(300)])
+    assert np.sqrt((points[:, 1] ** 2).mean()) == pytest.approx(points[:, 0].std(), rel=0.15)
+    # At a distance of 0 an image alone moves nothing, only pairs do: the error is on the safe side.
+    points = np.array([verdict.point(pairs(40, seed, apart=0)) for seed in range(300)])
+    assert 1 < np.sqrt((points[:, 1] ** 2).mean()) / points[:, 0].std() < 1.6
+
+
+def test_a_pair_of_the_same_image_drawn_twice_adds_nothing() -> None:
+    cell = pairs(3)
+    two = verdict.estimate(cell, np.array([[2.0, 1.0, 0.0]]))[0]
+    one = verdict.estimate(cell, np.array([[1.0, 1.0, 0.0]]))[0]
+    assert two == pytest.approx(one)
+
+
+def test_each_of_several_looks_is_stricter_than_a_single_one() -> None:
+    cells = family(AT_MARGIN)
+    weights = draws.stream("bootstrap", "k").multinomial(12, np.full(12, 1 / 12), 2000)
+    highest = np.max([(verdict.point(cell)[0] - verdict.estimate(cell, weights.astype(float))[0])
+                      / verdict.estimate(cell, weights.astype(float))[1] for cell in cells], axis=0)
+    for looks in (1, 2, 4):
+        band = verdict.simultaneous(cells, "k", 2000, looks)
+        assert band.q_safe == pytest.approx(np.quantile(highest, 1 - 0.025 / looks))
+
+
+def test_the_interval_over_blocks_of_draws_covers_the_dataset_distance() -> None:
+    rng = np.random.default_rng(1)
+    images, size, held = 10, 60, []
+    mean = rng.standard_normal((images, 2, size)) + 2 * rng.standard_normal((2, size))
+    total = mean.sum(axis=0)
+    truth = 1 - total[0] @ total[1] / np.linalg.norm(total[0]) / np.linalg.norm(total[1])
+    distances = []
+    for _ in range(100):
+        gradients = mean[:, None] + 4 * rng.standard_normal((images, 8, 2, size))
+        cells = [synthetic.cell(str(index), (0.0, 1.0), ("src", "b"), rows, buckets=4096)
+                 for index, rows in enumerate(gradients)]
+        sums = cosine.dataset_sums(cells, "b", np.ones(images, dtype=bool))
+        d, _, (low, high) = verdict.block_interval(sums)
+        held.append(low <= truth <= high)
+        distances.append(d)
+    assert 0.88 <= np.mean(held) <= 0.99
+    assert abs(np.mean(distances) - truth) < 4 * np.std(distances) / 10 + 0.005
+
+
+def test_an_excess_over_itself_is_nothing_over_blocks_too() -> None:
+    sums = cosine.DatasetSums(np.array([1.0, 2.0, 2.0]),
+                              np.random.default_rng(0).uniform(1, 2, (3, 4, 3)))
+    assert verdict.block_interval(sums, sums) == (0.0, 0.0, (0.0, 0.0))
 
 
 def test_an_integer_weight_is_a_repeated_image() -> None:

@@ -1,0 +1,235 @@
+"""`run.py probe` and `run.py analyse`: the nodes' numbers, without a server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import toys
+from PIL import Image
+
+from demotion import arms, gap_map, measure
+
+RUN = Path(__file__).resolve().parents[1] / "run.py"
+TIER, TARGET = 64, 48
+CHOSEN = {
+    "native_tier": TIER,
+    "target_tiers": [TARGET],
+    "other_arms": ["reenc"],
+    "preset": "map",
+    "bins": "0.4-0.9",
+    "draws": 2,
+    "looks": None,
+    "diagnostics": None,
+    "margin": 0.05,
+    "sketch": 0,
+    "seed": 3,
+    "noise": "shared",
+    "lora": None,
+    "rank": 2,
+    "targets": "",
+    "compute": "model",
+    "checkpointing": False,
+    "clip": [],
+    "clip_type": "stable_diffusion",
+}
+
+
+@pytest.fixture(scope="module")
+def models(comfy, tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {"model": toys.flux(folder), "vae": toys.taesd(folder)}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """Four pictures with captions, in two folders of two."""
+    root = tmp_path_factory.mktemp("pictures")
+    for index in range(4):
+        folder = root / "ab"[index // 2]
+        folder.mkdir(exist_ok=True)
+        pixels = np.random.default_rng(index).integers(0, 255, (80, 80, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+        (folder / f"{index}.txt").write_text(f"picture {index}")
+    return root
+
+
+@pytest.fixture
+def probe(comfy, models, tmp_path, monkeypatch):
+    """The command's function in this process, with all that it sets set back."""
+    import folder_paths
+    from pack.nodes import headless
+    from server import PromptServer
+
+    monkeypatch.setattr(PromptServer, "instance", None, raising=False)
+    before = folder_paths.get_input_directory(), folder_paths.get_output_directory()
+    yield lambda **given: headless.probe(**CHOSEN | models | {"output": tmp_path} | given)
+    folder_paths.set_input_directory(before[0])
+    folder_paths.set_output_directory(before[1])
+
+
+def command(name: str, *arguments: Any) -> list[str]:
+    here = ["--comfyui", os.environ["COMFYUI_PATH"], "--python", sys.executable, "--cpu"]
+    return [sys.executable, str(RUN), name, *here, *map(str, arguments)]
+
+
+def probe_command(models: dict[str, Path], pictures: Path, output: Path, *more: Any) -> list[str]:
+    return command(
+        "probe", "--model", models["model"], "--vae", models["vae"], "--images", pictures,
+        "--native-tier", TIER, "--target-tiers", TARGET, "--arms", "reenc", "--bins", "0.4-0.9",
+        "--rank", 2, "--seed", 3, "--output", output, *more,
+    )  # fmt: skip
+
+
+def called(line: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
+
+
+def only_file(output: Path) -> Path:
+    [path] = (output / "demotion" / "measurements").glob("*.jsonl")
+    return path
+
+
+def test_the_command_line_measures_what_the_function_does_and_analyses_it(
+    models, pictures, probe, tmp_path
+):
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    line = probe_command(models, pictures / "a", tmp_path / "line", "--draws", 2)
+    done = subprocess.run(
+        line, capture_output=True, text=True, timeout=300, env=os.environ | threads, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    measured, here = probe(images=pictures / "a")
+    file = only_file(tmp_path / "line")
+    assert str(file) in done.stdout
+    assert file.name == here.name and file.read_bytes() == here.read_bytes()
+    names = [entry["name"] for entry in measured.settings["images"].values()]
+    assert sorted(names) == ["0.png", "1.png"]
+    assert [cell.arms for cell in measured.cells] == [("src", "null", "demote:48", "reenc")] * 2
+
+    analysed = called(command("analyse", file, "--margin", 0.1, "--output", tmp_path / "map"))
+    assert analysed.returncode == 0, analysed.stderr
+    made = gap_map.GapMap.load(tmp_path / "map.json")
+    assert gap_map.summary(made) in analysed.stdout and made.margin == 0.1
+    assert Image.open(tmp_path / "map.png").size[0] > 500
+
+
+def test_a_command_that_is_stopped_keeps_what_it_has_and_goes_on(models, pictures, probe, tmp_path):
+    line = probe_command(models, pictures / "a", tmp_path / "line", "--draws", 40)
+    process = subprocess.Popen(
+        line,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A shell starts what runs in the background deaf to Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    folder = tmp_path / "line" / "demotion" / "measurements"
+    deadline = time.monotonic() + 200
+    while not any(len(measure.Measurement.load(path).cells) for path in folder.glob("*.jsonl")):
+        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "the same command goes on" in said
+    assert "Traceback" not in said
+    stopped = only_file(tmp_path / "line").read_bytes()
+    assert stopped.count(b"\n") == 2
+    measured, path = probe(images=pictures / "a", draws=40, output=tmp_path / "line")
+    assert path.read_bytes().startswith(stopped) and len(measured.cells) == 2
+
+
+def test_ranges_of_pictures_analysed_together_are_the_map_of_one_run(pictures, probe, tmp_path):
+    from demotion.analyse import analyse
+
+    paths = [
+        probe(images=pictures / name, output=tmp_path / f"out{name}")[1] for name in ("a", "b", ".")
+    ]
+    # A picture is known by its content; only its name tells of the folder.
+    maps = []
+    for index, files in enumerate((paths[:2], paths[1::-1], paths[2:])):
+        _, [data, _] = analyse(files, tmp_path / f"map{index}")
+        maps.append(gap_map.GapMap.load(data))
+    assert len(maps[2].gaps) == 3 and maps[2].images == 4
+    for field in ("d", "se", "pointwise", "per_image", "raw"):
+        found = [[getattr(gap, field) for gap in made.gaps] for made in maps]
+        assert found[0] == found[1] == found[2]
+    assert maps[0].to_json() == maps[1].to_json()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": Path("none.safetensors")}, "none.safetensors is not there"),
+        ({"lora": Path("none.safetensors")}, "none.safetensors is not there"),
+        ({"images": Path("no pictures")}, "no pictures is not there: give a folder"),
+        ({"target_tiers": [], "other_arms": []}, "no arm to compare"),
+        ({"other_arms": ["demoted:48"]}, "arm 'demoted:48' is unknown"),
+        ({"other_arms": ["repromote:x"]}, "arm 'repromote:x' is unknown"),
+        ({"target_tiers": [80]}, "80"),
+        ({"bins": "0.9-0.4"}, "ascending"),
+        ({"clip": [RUN], "clip_type": "clip9"}, "--clip-type clip9 is unknown: use one of"),
+        ({"clip": [RUN], "clip_type": "flux"}, "run.py is no text encoder that ComfyUI can load"),
+        ({"model": RUN}, "run.py is no model that ComfyUI can load"),
+        ({"vae": RUN}, "run.py is no VAE that ComfyUI can load"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(probe, pictures, given, said):
+    with pytest.raises(ValueError, match=said) as error:
+        probe(**{"images": pictures / "a"} | given)
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_folder_is_refused(probe, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="folder 'empty' has no pictures"):
+        probe(images=tmp_path / "empty")
+
+
+def test_a_command_that_fails_says_one_sentence_and_returns_1(models, pictures, tmp_path):
+    done = called(command("analyse", tmp_path / "none.jsonl"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("run.py: ") and done.stderr.count("\n") == 1
+    done = called(probe_command(models | {"vae": RUN}, pictures, tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("run.py: run.py is no VAE")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["analyse"], ["probe"], ["analyse", "m.jsonl", "--unknown"], ["analyse", "m", "--port", "1"]],
+)
+def test_a_wrong_command_line_is_refused_before_anything_starts(wrong):
+    done = called([sys.executable, str(RUN), *wrong])
+    assert done.returncode == 2 and "error:" in done.stderr
+
+
+def test_arms_have_the_names_that_the_set_gives_them(comfy):
+    from pack.nodes import headless
+
+    for arm in (arms.REENC, arms.Arm("demote", 48, "yarn"), arms.Arm("resample", 48)):
+        assert headless.parse_arm(str(arm)) == arm
+    for name in ("src", "null", "reenc:48", "demote", "demote:"):
+        with pytest.raises(ValueError, match="is unknown"):
+            headless.parse_arm(name)
+
+
+def test_every_option_of_the_command_is_one_of_the_function(comfy):
+    """The parser's names are the function's, so that no option is silently without effect."""
+    from pack.host import probing
+
+    import run
+
+    options = vars(run.probe_parser().parse_args(["--model", "m", "--vae", "v", "--images", "d"]))
+    assert options.keys() == CHOSEN.keys() | {"model", "vae", "images", "output"}
+    [preset] = (a for a in run.probe_parser()._actions if a.dest == "preset")
+    assert set(preset.choices) == set(probing.PRESETS)
