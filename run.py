@@ -1036,6 +1036,12 @@ def probe_parser() -> argparse.ArgumentParser:
         type=Path,
         help="use this output folder, if not ComfyUI's",
     )
+    add(
+        "--into",
+        metavar="FILE",
+        type=Path,
+        help="continue this file, where it was measured with the same settings",
+    )
     return parser
 
 

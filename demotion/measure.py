@@ -29,6 +29,8 @@ VERSION = 1
 FLOAT32 = 4
 # Characters of a float64 in JSON, with its share of brackets and commas.
 DIGITS = 23
+# Differences that a message lists.
+TOLD = 4
 # What a line always has of a cell.
 LINE = ("image", "bin", "arms", "gram", "products", "counts", "grids", "losses")
 
@@ -194,15 +196,42 @@ def cell_bytes(arms: int, parts: int, blocks: int, buckets: int) -> int:
 
 def settings_key(settings: dict[str, Any]) -> str:
     """16 hex digits naming the settings."""
-    text = json.dumps(settings, sort_keys=True)
+    text = json.dumps(_nameless(settings), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _nameless(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings without the pictures' names, which no number depends on."""
+    images = {
+        image: {name: value for name, value in entry.items() if name != "name"}
+        for image, entry in settings.get("images", {}).items()
+    }
+    return settings | {"images": images}
+
+
+def differences(ours: Any, theirs: Any, where: str = "") -> list[tuple[str, Any, Any]]:
+    """Where plain JSON data differ, as (dotted name, ours, theirs); what one side lacks is None."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return [
+            found
+            for key in sorted(ours.keys() | theirs.keys())
+            for found in differences(ours.get(key), theirs.get(key), f"{where}.{key}".lstrip("."))
+        ]
+    return [] if json.dumps(ours) == json.dumps(theirs) else [(where, ours, theirs)]
+
+
+def told(found: list[tuple[str, Any, Any]], owner: str) -> str:
+    """Differences in words: what is theirs, then what the owner has."""
+    shown = [f"{where} = {theirs}, {owner} has {ours}" for where, ours, theirs in found[:TOLD]]
+    more = [f"{len(found) - TOLD} more"] if len(found) > TOLD else []
+    return "; ".join(shown + more)
 
 
 def open_for_append(path: Path, settings: dict[str, Any]) -> Measurement:
     """Start a measurement file, or continue one: what is there and whole is returned, the rest cut
     off.
 
-    Raises ValueError naming the first difference when the file was made with other settings.
+    Raises ValueError naming the differences when the file was made with other settings.
     """
     if not path.exists():
         measurement = Measurement(settings)
@@ -210,13 +239,12 @@ def open_for_append(path: Path, settings: dict[str, Any]) -> Measurement:
         return measurement
     with reading(path):
         whole = _read_whole(path)
-    for name in sorted(settings.keys() | whole.settings.keys()):
-        ours, theirs = settings.get(name), whole.settings.get(name)
-        if json.dumps(ours, sort_keys=True) != json.dumps(theirs, sort_keys=True):
-            raise ValueError(
-                f"{path.name} was measured with {name} = {theirs}, this run has {ours}: "
-                "use the same settings or another file name"
-            )
+    found = differences(_nameless(settings), _nameless(whole.settings))
+    if found:
+        raise ValueError(
+            f"{path.name} was measured with {told(found, 'this run')}: "
+            "use the same settings or another file name"
+        )
     os.truncate(path, whole.line_bytes)
     if sketch_path(path).exists():
         os.truncate(sketch_path(path), whole.sketch_bytes)

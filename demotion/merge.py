@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from . import draws
-from .measure import Cell, Measurement
-
-# Differences that a message lists.
-TOLD = 4
+from .measure import Cell, Measurement, differences, told
 
 
 def merge(measurements: Mapping[str, Measurement]) -> Measurement:
@@ -61,24 +57,6 @@ def merge(measurements: Mapping[str, Measurement]) -> Measurement:
             checks[check] = _joined(checks.get(check, value), value, f"check {check}", name)
     settings = start.settings | {"images": dict(sorted(images.items()))}
     return Measurement(settings, [cells[key] for key in sorted(cells)], checks)
-
-
-def differences(ours: Any, theirs: Any, where: str = "") -> list[tuple[str, Any, Any]]:
-    """Where plain JSON data differ, as (dotted name, ours, theirs); what one side lacks is None."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        return [
-            found
-            for key in sorted(ours.keys() | theirs.keys())
-            for found in differences(ours.get(key), theirs.get(key), f"{where}.{key}".lstrip("."))
-        ]
-    return [] if json.dumps(ours) == json.dumps(theirs) else [(where, ours, theirs)]
-
-
-def told(found: list[tuple[str, Any, Any]], owner: str) -> str:
-    """Differences in words: what is theirs, then what the owner has."""
-    shown = [f"{where} = {theirs}, {owner} has {ours}" for where, ours, theirs in found[:TOLD]]
-    more = [f"{len(found) - TOLD} more"] if len(found) > TOLD else []
-    return "; ".join(shown + more)
 
 
 def _joined(known: Any, new: Any, what: str, name: str) -> Any:

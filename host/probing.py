@@ -79,13 +79,15 @@ def run(
     folder: Path,
     progress: Callable[[int], Callable[[], None]],
     say: Callable[[str], None] = lambda text: None,
+    into: Path | None = None,
 ) -> tuple[measure.Measurement, Path]:
     """Measure every (image, bin) cell that the folder does not hold yet, pictures in the order of
-    their hashes.
+    their hashes. into names a file to continue in place of the folder's own for these settings.
 
     At each look say is given what is expected or known so far, in lines of text, and progress the
     number of gradients to take, which returns what to call after each. Raises ValueError, before
-    the first gradient, for a model, adapter, bins or draws that do not fit.
+    the first gradient, for a model, adapter, bins or draws that do not fit, and for a file to
+    continue that was measured with other settings.
     """
     low, high = families.sigma_range(model.model)
     for sigma_bin in options.bins:
@@ -115,7 +117,7 @@ def run(
     with session.open_session(model, options.compute, options.checkpointing, need) as live:
         weights = given or _fresh_weights(live, options)
         settings = _settings(live, training_set, options, weights, unused)
-        path = folder / f"{measure.settings_key(settings)}.jsonl"
+        path = into or folder / f"{measure.settings_key(settings)}.jsonl"
         measurement = measure.open_for_append(path, settings)
         work = _Run(live, training_set, options, weights, need, path)
         work.look_by_look(measurement, progress, say)

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..demotion import adapter, arms
 from . import families, nested
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, patches_of
 from .velocity import Velocity
 
 
@@ -140,11 +140,16 @@ class Session:
 
 
 def check_loadable(model: comfy.model_patcher.ModelPatcher) -> None:
-    """Raise ValueError when a MODEL cannot be loaded a second time."""
+    """Raise ValueError when a MODEL cannot be loaded a second time, or not as it is."""
     if model.cached_patcher_init is None:
         raise ValueError(
             "MODEL comes from a loader that ComfyUI cannot call again for a private copy: load it "
             "with Load Diffusion Model or Load Checkpoint"
+        )
+    if model.injections:
+        raise ValueError(
+            f"MODEL carries {', '.join(model.injections)}, which sits on the caller's own layers "
+            "and would be missing from a private copy: load the LoRA without bypass"
         )
 
 
@@ -172,6 +177,9 @@ def open_session(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_switched(comfy.model_management, in_training=True, NUM_STREAMS=0))
         patcher = model.clone(disable_dynamic=True, force_deepcopy=True)
+        # Before patches are merged: what that gives depends on the device, and streamed weights
+        # are not merged at all.
+        name = fingerprint(patcher.model.diffusion_model, patches_of(model))
         patcher.model.requires_grad_(False)
         if COMPUTE[compute] is not None:
             patcher.set_model_compute_dtype(COMPUTE[compute])
@@ -188,7 +196,7 @@ def open_session(
             patcher,
             family,
             Velocity(patcher, FP16_SCALE if compute == "fp16" else 1.0),
-            fingerprint(patcher.model.diffusion_model),
+            name,
             stack.enter_context(OutOfPlaceAdditions()),
             checkpointing,
         )

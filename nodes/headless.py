@@ -82,14 +82,15 @@ def probe(
     noise: str,
     lora: Path | None,
     output: Path | None,
+    into: Path | None,
     **options: Any,
 ) -> tuple[measure.Measurement, Path]:
     """Measure a folder of pictures on a model; the measurement and its file.
 
     other_arms are named ("reenc", "repromote:768"); preset, bins and noise are as the probe node
     has them; output is used in place of ComfyUI's output folder. options are the others of
-    `probing.Options`; those that are None are the preset's. Raises ValueError for files and options
-    that do not fit.
+    `probing.Options`; those that are None are the preset's. into names a file to continue. Raises
+    ValueError for files and options that do not fit.
     """
     for path in (model, vae, *clip, *filter(None, [lora])):
         if not path.is_file():
@@ -122,6 +123,7 @@ def probe(
                 files.output_folder("measurements"),
                 lambda total: Progress(total, "probe", "gradients"),
                 console.say,
+                into,
             )
     finally:
         console.end()

@@ -34,6 +34,7 @@ CHOSEN = {
     "seed": 3,
     "noise": "shared",
     "lora": None,
+    "into": None,
     "rank": 2,
     "targets": "",
     "compute": "model",
@@ -161,8 +162,41 @@ def test_ranges_of_pictures_analysed_together_are_the_map_of_one_run(pictures, p
     assert len(maps[2].gaps) == 3 and maps[2].images == 4
     for field in ("d", "se", "pointwise", "per_image", "raw"):
         found = [[getattr(gap, field) for gap in made.gaps] for made in maps]
+        assert len({made.key for made in maps}) == 1
         assert found[0] == found[1] == found[2]
     assert maps[0].to_json() == maps[1].to_json()
+
+
+def test_a_given_file_is_continued_and_one_of_other_settings_refused(
+    pictures, probe, models, tmp_path
+):
+    from safetensors.torch import load_file, save_file
+
+    measured, path = probe(images=pictures / "a")
+    whole = path.read_bytes()
+    given = path.rename(tmp_path / "mine.jsonl")
+    given.write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 20])
+    assert probe(images=pictures / "a", into=given)[1] == given
+    assert given.read_bytes() == whole and not path.exists()
+
+    state = load_file(models["model"])
+    state["single_blocks.0.linear1.weight"] += 0.01
+    save_file(state, tmp_path / "tuned.safetensors")
+    image = next(iter(measured.settings["images"]))
+    for changes, said in (
+        ({"model": tmp_path / "tuned.safetensors"}, "model.fingerprint"),
+        ({"rank": 4}, "adapter.fingerprint"),
+        ({"seed": 4}, "adapter.fingerprint"),
+        ({"draws": 4}, "draws = 2, this run has 4"),
+        ({"noise": "independent"}, "noise = shared, this run has independent"),
+        ({"compute": "bf16"}, "environment.dtype = float32, this run has bfloat16"),
+        ({"checkpointing": True}, "environment.checkpointing = False, this run has True"),
+        ({"other_arms": []}, "arms"),
+        ({"images": pictures / "b"}, "images"),
+    ):
+        with pytest.raises(ValueError, match=f"mine.jsonl was measured with .*{said}"):
+            probe(**{"images": pictures / "a", "into": given} | changes)
+    assert image in measured.settings["images"] and given.read_bytes() == whole
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,35 @@ def test_other_patches_make_another_model_and_their_owner_does_not(path, load):
     assert named(model.clone()) == named(model)
 
 
+def test_a_session_on_a_patched_model_has_the_fingerprint_of_its_patches(load, path):
+    from pack.host import session
+
+    model = load(path)
+    names = []
+    for opened in (model, lora(model), lora(load(path)), model):
+        with session.open_session(opened) as live:
+            names.append(live.fingerprint)
+            assert live.fingerprint == named(opened)
+    assert names[0] == names[3] != names[1] == names[2]
+
+
+def test_a_lora_that_bypasses_the_weights_is_refused(comfy, load, path):
+    """It would act on the caller's layers and leave the private copy as it was."""
+    from pack.host import session
+
+    key = "diffusion_model.single_blocks.0.linear1"
+    model = load(path)
+    weight = model.model.diffusion_model.single_blocks[0].linear1.weight
+    tensors = {
+        f"{key}.lora_A.weight": torch.ones(2, weight.shape[1]),
+        f"{key}.lora_B.weight": torch.ones(weight.shape[0], 2),
+    }
+    bypassed, _ = comfy.sd.load_bypass_lora_for_models(model, None, tensors, 1.0, 0)
+    with pytest.raises(ValueError, match="MODEL carries bypass_lora"):
+        with session.open_session(bypassed):
+            pass
+
+
 def test_a_patched_model_keeps_its_name_while_its_patches_are_merged(comfy, path, load):
     """Merged weights differ from loaded ones, so the weights are looked at before."""
     from pack.host import fingerprint

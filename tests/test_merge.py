@@ -169,14 +169,14 @@ def test_nothing_to_merge_is_said() -> None:
 
 def test_differences_are_named_by_their_places() -> None:
     one = {"a": {"b": [1, 2], "c": None}, "d": 1}
-    assert merge.differences(one, one) == []
-    assert merge.differences({"b": (1, 2)}, {"b": [1, 2]}) == []
-    assert merge.differences(one, {"a": 3, "d": 1}) == [("a", one["a"], 3)]
-    both = merge.differences(one, {"a": {"b": [2, 1]}, "d": 1, "e": 0})
+    assert measure.differences(one, one) == []
+    assert measure.differences({"b": (1, 2)}, {"b": [1, 2]}) == []
+    assert measure.differences(one, {"a": 3, "d": 1}) == [("a", one["a"], 3)]
+    both = measure.differences(one, {"a": {"b": [2, 1]}, "d": 1, "e": 0})
     assert both == [("a.b", [1, 2], [2, 1]), ("e", None, 0)]
     assert (
-        merge.told(both, "this run")
+        measure.told(both, "this run")
         == "a.b = [2, 1], this run has [1, 2]; e = 0, this run has None"
     )
-    many = merge.differences({}, dict.fromkeys("abcdef", 1))
-    assert merge.told(many, "b").endswith("d = 1, b has None; 2 more")
+    many = measure.differences({}, dict.fromkeys("abcdef", 1))
+    assert measure.told(many, "b").endswith("d = 1, b has None; 2 more")

@@ -394,7 +394,7 @@ def refused(server, prompt: dict, *words: str) -> None:
             ["'nowhere' is not a sub-folder", "copy the pictures"],
         ),
         ({"folder": {"folder": "../../secret"}}, ["probe"], ["is not a sub-folder"]),
-        ({"probe": {"draws": 1}}, ["probe"], ["draws", "min of 2"]),
+        ({"probe": {"draws": 1}}, ["probe"], ["draws", "at least 2 draws"]),
         ({"probe": {"bins": "0.5-0.4"}}, ["probe"], ["bin 0.5-0.4", "correct its edges"]),
         ({"probe": {"adapter": "none.safetensors"}}, ["probe"], ["adapter", "none.safetensors"]),
         ({"probe": {"targets": "^decoder"}}, ["probe"], ["targets '^decoder' matches none"]),
