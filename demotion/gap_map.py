@@ -167,7 +167,8 @@ def arm_title(arm: str, native_tier: int) -> str:
 
 
 def gap_map(measurement: Measurement, *, estimand: str = "ratio", estimator: str = "one_set",
-            control: str | None = None, margin: float = 0.05, looks: int = 1) -> GapMap:
+            control: str | None = None, margin: float = 0.05,
+            looks: int | None = None) -> GapMap:
     """Distances and verdicts of every arm but src, from a measurement.
 
     estimand   one of cosine.ESTIMANDS; per_image and dataset drive no verdict
@@ -176,13 +177,15 @@ def gap_map(measurement: Measurement, *, estimand: str = "ratio", estimator: str
     control    arm whose distance is subtracted from those of the arms of a downscaled picture;
                "resample" or "repromote" is that arm of each one's own tier; or None
     margin     distance that still counts as safe
-    looks      planned looks at the data, 1 to 4: each has its share of the error
+    looks      planned looks at the data, 1 to 4: each has its share of the error; None: as many as
+               the measurement was planned with
 
     All bins of all demote arms form one family for the simultaneous band, since a gate chooses its
     windows among them; each other arm's bins form a family of their own. An image may lack a bin.
     Raises ValueError for an unknown estimand, estimator or control, for ones that do not go
     together or with the measurement, a margin outside (0, 1), and a measurement without cells.
     """
+    looks = measurement.settings.get("looks", 1) if looks is None else looks
     _check(measurement, estimand, estimator, control, margin, looks)
     cells = {(cell.image, cell.bin): cell for cell in measurement.cells}
     images = sorted({image for image, _ in cells})

@@ -392,7 +392,8 @@ def _settings(
             "unused_keys": len(unused),
         },
         "images": {
-            item.image: _image_settings(training_set, item, options) for item in training_set.items
+            item.image: _image_settings(training_set, item, options)
+            for item in sorted(training_set.items, key=lambda item: item.image)
         },
         "environment": live.environment,
     }

@@ -8,7 +8,7 @@ import torch
 from comfy_api.latest import io
 from PIL import Image
 
-from ..demotion import cosine, draws, measure, plots, verdict
+from ..demotion import cosine, draws, measure, plots
 from ..demotion import gap_map as maps
 from ..demotion import gate as gates
 from . import files, rotary, wires
@@ -67,15 +67,6 @@ class DebiasedCosine(io.ComfyNode):
                     "their own lengths. per_image: the mean of the pictures' cosines. population, "
                     "dataset: the batch gradient, from a measurement with sketches.",
                 ),
-                io.Int.Input(
-                    "looks",
-                    default=1,
-                    min=1,
-                    max=verdict.MAX_LOOKS,
-                    optional=True,
-                    tooltip="How often you plan to look at this measurement while it grows; each "
-                    "look has its share of the error.",
-                ),
             ],
             outputs=[
                 wires.GapMap.Output(
@@ -105,7 +96,6 @@ class DebiasedCosine(io.ComfyNode):
         control: str,
         margin: float,
         estimand: str = "ratio",
-        looks: int = 1,
     ) -> io.NodeOutput:
         made = maps.gap_map(
             measurement,
@@ -113,7 +103,6 @@ class DebiasedCosine(io.ComfyNode):
             estimator=estimator,
             control=None if control == "none" else control,
             margin=margin,
-            looks=looks,
         )
         return io.NodeOutput(made, maps.summary(made))
 
