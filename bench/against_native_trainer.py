@@ -13,10 +13,7 @@ of two pictures with captions of their own. Run with the Python that runs ComfyU
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import common
@@ -27,6 +24,7 @@ ROW = "{:<20}{:<9}{:<10}{:<34}{:<34}{}"
 def ours(model: Any, picture: Any, noise: Any, caption: Any) -> tuple[str, str]:
     """Largest difference of the pack's forward to ComfyUI's, and quotient over gradient."""
     import comfy
+    import native
     import test_families as suite
     from pack.host import session
 
@@ -38,7 +36,7 @@ def ours(model: Any, picture: Any, noise: Any, caption: Any) -> tuple[str, str]:
         plain = live.velocity(z, suite.SIGMA, caption).detach()
         weights = suite.lora(live)
         parts = suite.gradient(live, live.adapt(weights).parameters, picture, noise, caption)
-    apart = (plain - suite.native_velocity(comfy, model, z, suite.SIGMA, caption)).abs().max()
+    apart = (plain - native.native_velocity(comfy, model, z, suite.SIGMA, caption)).abs().max()
     norm = suite.norm_of(parts)
     direction = [part / norm for part in parts]
     loss_at = suite.merged_loss(comfy, model, weights, z, picture, noise, caption, direction)
@@ -123,13 +121,8 @@ def true_gradient(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("comfyui", help="folder of ComfyUI")
-    parser.add_argument("families", nargs="*", help="only these")
-    options = parser.parse_args()
-    common.start(options.comfyui)
+    options = common.parse(__doc__)
     import torch
-    from family_toys import TOYS
 
     print(ROW.format("", "the pack", "", "Train LoRA", "", ""))
     print(
@@ -137,19 +130,16 @@ def main() -> None:
             "family", "forward", "gradient", "batch 1", "no checkpointing", "batch 2"
         )
     )
-    for kind in options.families or TOYS:
-        toy = TOYS[kind]
-        with tempfile.TemporaryDirectory() as folder:
-            model = toy.model(Path(folder))
-            generator = torch.Generator().manual_seed(0)
-            pictures = list(torch.randn(2, 1, *toy.latent, generator=generator))
-            captions = [toy.conditioning(model, seed) for seed in (0, 1)]
-            columns = [
-                *ours(model, *pictures, captions[0]),
-                compare(model, pictures[:1], captions[:1], True),
-                compare(model, pictures[:1], captions[:1], False),
-                compare(model, pictures, captions, True),
-            ]
+    for kind, toy, model in common.toys(options.families):
+        generator = torch.Generator().manual_seed(0)
+        pictures = list(torch.randn(2, 1, *toy.latent, generator=generator))
+        captions = [toy.conditioning(model, seed) for seed in (0, 1)]
+        columns = [
+            *ours(model, *pictures, captions[0]),
+            compare(model, pictures[:1], captions[:1], True),
+            compare(model, pictures[:1], captions[:1], False),
+            compare(model, pictures, captions, True),
+        ]
         print(ROW.format(kind, *columns), flush=True)
 
 

@@ -3,9 +3,12 @@ trainer on a toy."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,25 @@ def start(comfyui: str) -> None:
 
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+
+
+def parse(description: str) -> argparse.Namespace:
+    """The command line of a bench on toys, with ComfyUI started."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("comfyui", help="folder of ComfyUI")
+    parser.add_argument("families", nargs="*", help="only these")
+    options = parser.parse_args()
+    start(options.comfyui)
+    return options
+
+
+def toys(families: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, toy and MODEL of each family, or of all."""
+    from family_toys import TOYS
+
+    for kind in families or TOYS:
+        with tempfile.TemporaryDirectory() as folder:
+            yield kind, TOYS[kind], TOYS[kind].model(Path(folder))
 
 
 def train_lora(

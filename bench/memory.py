@@ -11,10 +11,7 @@ and backward. Run with the Python that runs ComfyUI:
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 import weakref
-from pathlib import Path
 from typing import Any
 
 import common
@@ -104,26 +101,18 @@ def native(model: Any, latent: Any, conditioning: Any) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("comfyui", help="folder of ComfyUI")
-    parser.add_argument("families", nargs="*", help="only these")
-    options = parser.parse_args()
-    common.start(options.comfyui)
+    options = common.parse(__doc__)
     import torch
-    from family_toys import TOYS
     from pack.host import families
 
     print("MB                     plain  formula  checkpointed  formula   ComfyUI's Train LoRA")
-    for kind in options.families or TOYS:
-        toy = TOYS[kind]
-        with tempfile.TemporaryDirectory() as folder:
-            model = toy.model(Path(folder))
-            edge = 32 * families.family_of(model.model).patch
-            latent = torch.randn(1, *toy.latent[:-2], edge, edge)
-            conditioning = toy.conditioning(model)
-            plain = ours(model, latent, conditioning, False)
-            lean = ours(model, latent, conditioning, True)
-            theirs = native(model, latent, conditioning)
+    for kind, toy, model in common.toys(options.families):
+        edge = 32 * families.family_of(model.model).patch
+        latent = torch.randn(1, *toy.latent[:-2], edge, edge)
+        conditioning = toy.conditioning(model)
+        plain = ours(model, latent, conditioning, False)
+        lean = ours(model, latent, conditioning, True)
+        theirs = native(model, latent, conditioning)
         last = "error" if theirs is None else f"{theirs / MB:.1f}"
         cells = [f"{value / MB:.1f}" for value in (*plain, *lean)]
         print(

@@ -193,6 +193,11 @@ def match_targets(linears: Mapping[str, torch.nn.Module], pattern: str) -> list[
     return found
 
 
+def lora_size(linears: Mapping[str, torch.nn.Module], targets: Sequence[str], rank: int) -> int:
+    """Parameters of a LoRA of this rank on these Linears."""
+    return rank * sum(sum(_shape(linears[name])) for name in targets)
+
+
 def probe_weights(
     linears: Mapping[str, torch.nn.Module], targets: Sequence[str], rank: int, seed: int
 ) -> Weights:
@@ -331,6 +336,11 @@ class Adapter:
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for part in self.parts.values() for parameter in part]
+
+    @property
+    def size(self) -> int:
+        """Trainable numbers, the length of a flattened gradient."""
+        return sum(parameter.numel() for parameter in self.parameters)
 
     def weights(self) -> Weights:
         """A detached copy of the current values."""

@@ -63,15 +63,15 @@ def _pooled(width: int | None) -> dict[str, Shape]:
 
 
 def _sd3_text(network: torch.nn.Module) -> Text:
-    beside = {"pooled_output": (1, network.y_embedder.mlp[0].in_features)}
-    return (1, 1, network.context_embedder.in_features), beside
+    pooled = network.y_embedder.mlp[0].in_features
+    return (1, 1, network.context_embedder.in_features), _pooled(pooled)
 
 
 def _aura_text(network: torch.nn.Module) -> Text:
     return (1, 1, network.cond_seq_linear.in_features), {}
 
 
-def _qwen_text(network: torch.nn.Module) -> Text:
+def _txt_in_text(network: torch.nn.Module) -> Text:
     return (1, 1, network.txt_in.in_features), {}
 
 
@@ -106,17 +106,13 @@ def _omnigen2_text(network: torch.nn.Module) -> Text:
 
 def _kandinsky5_text(network: torch.nn.Module) -> Text:
     pooled = network.pooled_text_embeddings.in_layer.in_features
-    return (1, 1, network.text_embeddings.in_layer.in_features), {"pooled_output": (1, pooled)}
+    return (1, 1, network.text_embeddings.in_layer.in_features), _pooled(pooled)
 
 
 def _ernie_text(network: torch.nn.Module) -> Text:
     # Text as wide as the model is not projected.
     projection = network.text_proj
     return (1, 1, projection.in_features if projection else network.hidden_size), {}
-
-
-def _lens_text(network: torch.nn.Module) -> Text:
-    return (1, 1, network.txt_in.in_features), {}
 
 
 def _ideogram_text(network: torch.nn.Module) -> Text:
@@ -155,7 +151,7 @@ FAMILIES = {
         "Qwen-Image",
         2,
         r"^transformer_blocks\.\d+\.(attn\.to_(q|k|v|out\.0)$|img_mlp\.)",
-        _qwen_text,
+        _txt_in_text,
     ),
     "Lumina2": Family(
         "Lumina 2, Z-Image",
@@ -182,15 +178,13 @@ FAMILIES = {
     ),
     "Kandinsky5": Family("Kandinsky 5", 2, _KANDINSKY5, _kandinsky5_text),
     "Kandinsky5Image": Family("Kandinsky 5 Image", 2, _KANDINSKY5, _kandinsky5_text),
-    "ErnieImage": Family(
-        "ERNIE-Image", 1, r"^layers\.\d+\.(self_attention|mlp)\.", _ernie_text
-    ),
+    "ErnieImage": Family("ERNIE-Image", 1, r"^layers\.\d+\.(self_attention|mlp)\.", _ernie_text),
     # Their patch_size is that of latents packed already.
     "Lens": Family(
         "Lens",
         1,
         r"^transformer_blocks\.\d+\.(attn\.(img_qkv|to_out\.0)$|img_mlp\.)",
-        _lens_text,
+        _txt_in_text,
     ),
     "Ideogram4": Family(
         "Ideogram 4", 1, r"^layers\.\d+\.(attention|feed_forward)\.", _ideogram_text
@@ -285,9 +279,7 @@ def linears(diffusion_model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     Raises ValueError for weights whose inputs are smoothed: ComfyUI would apply a LoRA to the
     smoothed inputs.
     """
-    found = {
-        name: module for name, module in diffusion_model.named_modules() if _is_linear(module)
-    }
+    found = {name: module for name, module in diffusion_model.named_modules() if _is_linear(module)}
     smoothed = [name for name in found if hasattr(found[name], "pre_quant_scale")]
     if smoothed:
         raise ValueError(

@@ -20,7 +20,7 @@ def report(model, pattern: str, rank: int, tier: int) -> str:
     low, high = families.sigma_range(model.model)
     linears = families.linears(model.model.diffusion_model)
     targets = adapter.match_targets(linears, families.targets_of(family, pattern))
-    parameters = rank * sum(linears[n].in_features + linears[n].out_features for n in targets)
+    parameters = adapter.lora_size(linears, targets, rank)
     tokens = round(grid.nominal_tokens(tier, factor, family.patch))
     dtype = model.model.get_dtype_inference()
     need = [

@@ -47,11 +47,10 @@ def needed(
     dtype = session.COMPUTE[options.compute] or model.model.get_dtype_inference()
     linears = families.linears(network)
     targets = adapter.match_targets(linears, families.targets_of(family, options.targets))
-    features = sum(linears[name].in_features + linears[name].out_features for name in targets)
     return (
         activation_bytes(network, family, tokens, dtype, options.checkpointing)
         + weight_bytes(network, targets if dense else [], dtype, options.checkpointing)
-        + FLOAT32 * copies * options.rank * features
+        + FLOAT32 * copies * adapter.lora_size(linears, targets, options.rank)
     )
 
 

@@ -185,17 +185,16 @@ class _Run:
             bins = [sigma_bin for sigma_bin in bins if not self.settled(sigma_bin, found)]
 
     def adapt(self) -> None:
-        first = self.training_set.items[0]
-        latent, _ = self.live.load_arm(self.training_set, first, arms.SRC)
-        self.live.check_additions(latent, first.conditioning)
-        self.adapted = self.live.adapt(self.weights)
+        self.adapted = _adapted(self.live, self.training_set, self.weights)
         if self.options.sketch:
             self.sketcher = sketch.CountSketch(
-                self.options.seed, self.adapted_size(), self.options.sketch, self.live.device
+                self.options.seed, self.adapted.size, self.options.sketch, self.live.device
             )
 
-    def adapted_size(self) -> int:
-        return sum(parameter.numel() for parameter in self.adapted.parameters)
+    def gradients(self, cells: Sequence[tuple[arms.Item, draws.Bin]]) -> int:
+        """Evaluations that cells take."""
+        encoded = (self.training_set.arms_of(item) for item, _ in cells)
+        return self.options.draws * sum(len(_arms_of(found, self.options)) for found in encoded)
 
     def plan(self, missing: Sequence[tuple[arms.Item, draws.Bin]]) -> str:
         """What it takes to measure cells: evaluations, time from a timed draw, memory, disk."""
@@ -204,7 +203,7 @@ class _Run:
         blocks = sketch.blocks_of(options.draws) if options.sketch else 0
         parts = len(self.weights.parts)
         disk = sum(measure.cell_bytes(count, parts, blocks, options.sketch) for count in counts)
-        gradients, seconds = options.draws * sum(counts), self.seconds_per_gradient(*missing[0])
+        gradients, seconds = self.gradients(missing), self.seconds_per_gradient(*missing[0])
         return (
             f"{'at most ' if options.looks > 1 else ''}{gradients:,} gradients, about "
             f"{words.duration(gradients * seconds)}; {words.size(self.need)} of memory beside the "
@@ -214,7 +213,7 @@ class _Run:
     def seconds_per_gradient(self, item: arms.Item, sigma_bin: draws.Bin) -> float:
         """From one draw of every arm, after one of src that pays for warm-up."""
         subject = _subject(self.live, self.training_set, item, self.options)
-        vector = torch.empty(self.adapted_size(), device=self.live.device)
+        vector = torch.empty(self.adapted.size, device=self.live.device)
 
         def draw(arm: str) -> None:
             probe.draw_gradient(
@@ -242,10 +241,7 @@ class _Run:
     ) -> None:
         """Measure these cells, each appended to the file as it is finished."""
         options, subject = self.options, None
-        tick = progress(
-            options.draws
-            * sum(len(_arms_of(self.training_set.arms_of(item), options)) for item, _ in cells)
-        )
+        tick = progress(self.gradients(cells))
         for item, sigma_bin in cells:
             if subject is None or subject.image != item.image:
                 subject = _subject(self.live, self.training_set, item, options)
@@ -312,11 +308,8 @@ def _precision(
     found = []
     for compute in (options.compute, "fp32"):
         with session.open_session(model, compute, options.checkpointing, need) as live:
-            latent, _ = live.load_arm(training_set, items[0], arms.SRC)
-            live.check_additions(latent, items[0].conditioning)
-            parameters = live.adapt(weights).parameters
-            size = sum(parameter.numel() for parameter in parameters)
-            rows = torch.empty(len(items), size, device=parameters[0].device)
+            adapted = _adapted(live, training_set, weights)
+            rows = torch.empty(len(items), adapted.size, device=live.device)
             for row, item, sigma_bin in zip(rows, items, bins):
                 probe.draw_gradient(
                     _subject(live, training_set, item, options),
@@ -326,11 +319,20 @@ def _precision(
                     options.seed,
                     options.shared_noise,
                     live.velocity,
-                    parameters,
+                    adapted.parameters,
                     row,
                 )
             found.append(rows.cpu().double())
     return torch.nn.functional.cosine_similarity(*found, dim=1).tolist()
+
+
+def _adapted(
+    live: session.Session, training_set: arms.TrainingSet, weights: adapter.Weights
+) -> adapter.Adapter:
+    """The adapter in the network, after the look at its additions that must come before it."""
+    first = training_set.items[0]
+    live.check_additions(live.load_arm(training_set, first, arms.SRC)[0], first.conditioning)
+    return live.adapt(weights)
 
 
 def _fresh_weights(live: session.Session, options: Options) -> adapter.Weights:

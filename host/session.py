@@ -86,10 +86,9 @@ class Session:
     @property
     def environment(self) -> dict[str, Any]:
         """Device, precision and kernels, of which finite-draw cosines depend."""
-        device = self.patcher.load_device
-        cuda = device.type == "cuda"
+        cuda = self.device.type == "cuda"
         return {
-            "device": torch.cuda.get_device_name(device) if cuda else device.type,
+            "device": torch.cuda.get_device_name(self.device) if cuda else self.device.type,
             "dtype": str(self.patcher.model.get_dtype_inference()).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
@@ -114,7 +113,7 @@ class Session:
     def latent_in(self, raw: torch.Tensor) -> torch.Tensor:
         """Raw VAE latent [C, ..., h, w] -> model latent x [1, C, ..., h, w] on the model's device,
         float32."""
-        latent = raw[None].to(self.patcher.load_device, torch.float32)
+        latent = raw[None].to(self.device, torch.float32)
         return self.patcher.model.process_latent_in(latent).clone()
 
     def load_arm(

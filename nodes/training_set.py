@@ -397,43 +397,52 @@ def _arm_outputs() -> list[io.Output]:
     ]
 
 
+def _arm_schema(node_id: str, name: str, description: str, *inputs: io.Input) -> io.Schema:
+    """Schema of a node that adds an arm to a set; inputs are those beside the set."""
+    return io.Schema(
+        node_id=node_id,
+        display_name=name,
+        category=wires.CATEGORY,
+        description=description,
+        inputs=[_set_input(), *inputs],
+        outputs=_arm_outputs(),
+        hidden=[io.Hidden.unique_id],
+    )
+
+
+def _set_input() -> io.Input:
+    return wires.TrainingSet.Input("training_set", display_name="set", tooltip="A training set.")
+
+
 class DemoteLatents(io.ComfyNode):
     """Adds the arm demote:E, and demote:E+MODE and shifted:E on request."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DemotionDemoteLatents",
-            display_name="Demote Latents",
-            category=wires.CATEGORY,
-            description="Downscales each picture in pixel space to a lower tier and encodes it: "
+        return _arm_schema(
+            "DemotionDemoteLatents",
+            "Demote Latents",
+            "Downscales each picture in pixel space to a lower tier and encodes it: "
             "what a demoted training "
             "step would see. Needed for every tier that is measured or trained at.",
-            inputs=[
-                wires.TrainingSet.Input(
-                    "training_set", display_name="set", tooltip="A training set."
-                ),
-                io.Int.Input(
-                    "target_tier",
-                    default=768,
-                    **TIER,
-                    tooltip="Nominal edge in pixels to demote to, at most .94 of the native tier.",
-                ),
-                rotary.choice(
-                    "Also measure this tier with its rotary positions aligned to the native grid: "
-                    "one more arm on the same latents."
-                ),
-                io.Boolean.Input(
-                    "shifted",
-                    default=False,
-                    optional=True,
-                    advanced=True,
-                    tooltip="Also measure this tier at the sigma where its low frequencies are as "
-                    "noisy as the native ones: a diagnostic on the same latents, not a route.",
-                ),
-            ],
-            outputs=_arm_outputs(),
-            hidden=[io.Hidden.unique_id],
+            io.Int.Input(
+                "target_tier",
+                default=768,
+                **TIER,
+                tooltip="Nominal edge in pixels to demote to, at most .94 of the native tier.",
+            ),
+            rotary.choice(
+                "Also measure this tier with its rotary positions aligned to the native grid: "
+                "one more arm on the same latents."
+            ),
+            io.Boolean.Input(
+                "shifted",
+                default=False,
+                optional=True,
+                advanced=True,
+                tooltip="Also measure this tier at the sigma where its low frequencies are as "
+                "noisy as the native ones: a diagnostic on the same latents, not a route.",
+            ),
         )
 
     @classmethod
@@ -456,26 +465,17 @@ class RepromoteLatents(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DemotionRepromoteLatents",
-            display_name="Repromote Latents",
-            category=wires.CATEGORY,
-            description="Downscales each picture to a lower tier and carries it back up to its "
+        return _arm_schema(
+            "DemotionRepromoteLatents",
+            "Repromote Latents",
+            "Downscales each picture to a lower tier and carries it back up to its "
             "native grid: what the lost detail alone costs, without the change of grid.",
-            inputs=[
-                wires.TrainingSet.Input(
-                    "training_set", display_name="set", tooltip="A training set."
-                ),
-                io.Int.Input(
-                    "from_tier",
-                    default=768,
-                    **TIER,
-                    tooltip="Nominal edge in pixels to come back from, at most .94 of the native "
-                    "tier.",
-                ),
-            ],
-            outputs=_arm_outputs(),
-            hidden=[io.Hidden.unique_id],
+            io.Int.Input(
+                "from_tier",
+                default=768,
+                **TIER,
+                tooltip="Nominal edge in pixels to come back from, at most .94 of the native tier.",
+            ),
         )
 
     @classmethod
@@ -488,26 +488,18 @@ class ResampleControl(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DemotionResampleControl",
-            display_name="Resample Control",
-            category=wires.CATEGORY,
-            description="Enlarges each native picture by a route's edge ratio and brings it back: "
+        return _arm_schema(
+            "DemotionResampleControl",
+            "Resample Control",
+            "Enlarges each native picture by a route's edge ratio and brings it back: "
             "what resampling alone costs, with no detail lost and no change of grid.",
-            inputs=[
-                wires.TrainingSet.Input(
-                    "training_set", display_name="set", tooltip="A training set."
-                ),
-                io.Int.Input(
-                    "target_tier",
-                    default=768,
-                    **TIER,
-                    tooltip="Nominal edge in pixels of the route that it is a control for, at most "
-                    ".94 of the native tier.",
-                ),
-            ],
-            outputs=_arm_outputs(),
-            hidden=[io.Hidden.unique_id],
+            io.Int.Input(
+                "target_tier",
+                default=768,
+                **TIER,
+                tooltip="Nominal edge in pixels of the route that it is a control for, at most "
+                ".94 of the native tier.",
+            ),
         )
 
     @classmethod
@@ -520,19 +512,11 @@ class ReencodeControl(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="DemotionReencodeControl",
-            display_name="Re-encode Control",
-            category=wires.CATEGORY,
-            description="Decodes each native latent and encodes it again: what the VAE's round "
+        return _arm_schema(
+            "DemotionReencodeControl",
+            "Re-encode Control",
+            "Decodes each native latent and encodes it again: what the VAE's round "
             "trip alone costs.",
-            inputs=[
-                wires.TrainingSet.Input(
-                    "training_set", display_name="set", tooltip="A training set."
-                )
-            ],
-            outputs=_arm_outputs(),
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -552,9 +536,7 @@ class TrainingSetToLatents(io.ComfyNode):
             description="Gives one arm of a set as LATENT and CONDITIONING lists for ComfyUI's own "
             "Train LoRA.",
             inputs=[
-                wires.TrainingSet.Input(
-                    "training_set", display_name="set", tooltip="A training set."
-                ),
+                _set_input(),
                 io.String.Input(
                     "arm",
                     default="src",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
+from native import native_velocity
 from safetensors.torch import load_file, save_file
 
 from demotion import adapter, draws
@@ -225,30 +226,6 @@ def test_stored_float8_keeps_no_weight_in_full_precision_when_checkpointed(load)
     assert kept_weights(load("stored float8"), checkpointing=True) == 0
 
 
-def by_comfyui(comfy, model, conditioning) -> torch.Tensor:
-    """ComfyUI's own velocity at Z, as its sampler takes it."""
-    import comfy.sampler_helpers
-    import comfy.samplers
-
-    with torch.inference_mode():
-        comfy.model_management.load_models_gpu([model])
-        model.pre_run()
-        conds = comfy.samplers.process_conds(
-            model.model,
-            torch.zeros_like(Z),
-            {"positive": comfy.sampler_helpers.convert_cond(conditioning)},
-            model.load_device,
-            latent_image=torch.zeros_like(Z),
-            seed=0,
-            latent_shapes=[Z.shape],
-        )
-        denoised = comfy.samplers.calc_cond_batch(
-            model.model, [conds["positive"]], Z.clone(), torch.tensor([0.6]), model.model_options
-        )[0]
-        model.cleanup()
-    return (Z - denoised) / 0.6
-
-
 @pytest.mark.parametrize("form", ["stored float8", *MIXED])
 def test_a_lora_does_what_comfyuis_bypass_does_on_a_quantised_base(comfy, load, form):
     """Merged instead, ComfyUI rounds W + Delta W to the base's format."""
@@ -261,7 +238,9 @@ def test_a_lora_does_what_comfyuis_bypass_does_on_a_quantised_base(comfy, load, 
         adapter.Adapter(live.network, weights)
         ours = live.velocity(Z, 0.6, conditioning).detach()
     bypassed, _ = comfy.sd.load_bypass_lora_for_models(model, None, weights.tensors(), 1.0, 0.0)
-    torch.testing.assert_close(ours, by_comfyui(comfy, bypassed, conditioning), rtol=0, atol=1e-3)
+    theirs = native_velocity(comfy, bypassed, Z, 0.6, conditioning)
+    bypassed.cleanup()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
 
 
 def test_dora_is_refused_where_it_cannot_compute_and_starts_as_the_base_elsewhere(load):

@@ -7,6 +7,7 @@ way.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,96 +15,95 @@ from safetensors.torch import save_file
 STD = 0.2
 
 
-def flux(folder: Path) -> Path:
+def flux(folder: Path, name: str = "toy_flux", **changes: Any) -> Path:
     """Flux without guidance: hidden 128, 2 double and 2 single blocks, text width 32, pooled 16."""
     import comfy.ldm.flux.model as flux_model
-    import comfy.ops
 
-    network = flux_model.Flux(
-        image_model="flux",
-        in_channels=16,
-        out_channels=16,
-        patch_size=2,
-        vec_in_dim=16,
-        context_in_dim=32,
-        hidden_size=128,
-        mlp_ratio=4.0,
-        num_heads=1,
-        depth=2,
-        depth_single_blocks=2,
-        axes_dim=[16, 56, 56],
-        theta=10000,
-        qkv_bias=True,
-        guidance_embed=False,
-        txt_ids_dims=[],
-        dtype=torch.float32,
-        operations=comfy.ops.disable_weight_init,
-    )
-    return _save(network, folder / "toy_flux.safetensors", "")
+    config = {
+        "image_model": "flux",
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_size": 2,
+        "vec_in_dim": 16,
+        "context_in_dim": 32,
+        "hidden_size": 128,
+        "mlp_ratio": 4.0,
+        "num_heads": 1,
+        "depth": 2,
+        "depth_single_blocks": 2,
+        "axes_dim": [16, 56, 56],
+        "theta": 10000,
+        "qkv_bias": True,
+        "guidance_embed": False,
+        "txt_ids_dims": [],
+    }
+    return saved(folder / f"{name}.safetensors", flux_model.Flux, **config | changes)
 
 
-def wan(folder: Path) -> Path:
+def wan(folder: Path, name: str = "toy_wan", **changes: Any) -> Path:
     """Wan 2.1 text-to-video class: dim 128, 2 layers, one frame in the tests."""
     import comfy.ldm.wan.model as wan_model
-    import comfy.ops
 
-    network = wan_model.WanModel(
-        model_type="t2v",
-        patch_size=(1, 2, 2),
-        text_len=512,
-        in_dim=16,
-        dim=128,
-        ffn_dim=256,
-        freq_dim=256,
-        text_dim=4096,
-        out_dim=16,
-        num_heads=1,
-        num_layers=2,
-        qk_norm=True,
-        cross_attn_norm=True,
-        eps=1e-6,
-        dtype=torch.float32,
-        operations=comfy.ops.disable_weight_init,
-    )
-    return _save(network, folder / "toy_wan.safetensors", "")
+    config = {
+        "model_type": "t2v",
+        "patch_size": (1, 2, 2),
+        "text_len": 512,
+        "in_dim": 16,
+        "dim": 128,
+        "ffn_dim": 256,
+        "freq_dim": 256,
+        "text_dim": 4096,
+        "out_dim": 16,
+        "num_heads": 1,
+        "num_layers": 2,
+        "qk_norm": True,
+        "cross_attn_norm": True,
+        "eps": 1e-6,
+    }
+    return saved(folder / f"{name}.safetensors", wan_model.WanModel, **config | changes)
+
+
+ANIMA = {
+    "max_img_h": 240,
+    "max_img_w": 240,
+    "max_frames": 128,
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_spatial": 2,
+    "patch_temporal": 1,
+    "concat_padding_mask": True,
+    "model_channels": 192,
+    "num_blocks": 10,
+    "num_heads": 16,
+    "crossattn_emb_channels": 1024,
+    "pos_emb_cls": "rope3d",
+    "pos_emb_learnable": True,
+    "pos_emb_interpolation": "crop",
+    "min_fps": 1,
+    "max_fps": 30,
+    "use_adaln_lora": True,
+    "adaln_lora_dim": 256,
+    "rope_h_extrapolation_ratio": 4.0,
+    "rope_w_extrapolation_ratio": 4.0,
+    "rope_t_extrapolation_ratio": 1.0,
+    "extra_per_block_abs_pos_emb": False,
+    "rope_enable_fps_modulation": False,
+}
 
 
 def anima(folder: Path) -> Path:
     """Anima class without its text adapter: 192 channels, the 10 blocks that detection asks for."""
     import comfy.ldm.cosmos.predict2 as predict2
-    import comfy.ops
 
-    network = predict2.MiniTrainDIT(
-        max_img_h=240,
-        max_img_w=240,
-        max_frames=128,
-        in_channels=16,
-        out_channels=16,
-        patch_spatial=2,
-        patch_temporal=1,
-        concat_padding_mask=True,
-        model_channels=192,
-        num_blocks=10,
-        num_heads=16,
-        crossattn_emb_channels=1024,
-        pos_emb_cls="rope3d",
-        pos_emb_learnable=True,
-        pos_emb_interpolation="crop",
-        min_fps=1,
-        max_fps=30,
-        use_adaln_lora=True,
-        adaln_lora_dim=256,
-        rope_h_extrapolation_ratio=4.0,
-        rope_w_extrapolation_ratio=4.0,
-        rope_t_extrapolation_ratio=1.0,
-        extra_per_block_abs_pos_emb=False,
-        rope_enable_fps_modulation=False,
-        dtype=torch.float32,
-        operations=comfy.ops.disable_weight_init,
-    )
     # Detection tells Anima from Cosmos-Predict2 by a key of the text adapter.
-    key = "llm_adapter.blocks.0.cross_attn.q_proj.weight"
-    return _save(network, folder / "toy_anima.safetensors", "net.", {key: torch.zeros(1024, 1024)})
+    key = "net.llm_adapter.blocks.0.cross_attn.q_proj.weight"
+    return saved(
+        folder / "toy_anima.safetensors",
+        predict2.MiniTrainDIT,
+        "net.",
+        {key: torch.zeros(1024, 1024)},
+        **ANIMA,
+    )
 
 
 def taesd(folder: Path) -> Path:
@@ -138,9 +138,19 @@ def wan_vae(folder: Path) -> Path:
     return path
 
 
-def _save(network: torch.nn.Module, path: Path, prefix: str, extra: dict | None = None) -> Path:
-    state = {f"{prefix}{key}": value for key, value in filled(network.state_dict(), STD).items()}
-    save_file(state | {f"{prefix}{key}": value for key, value in (extra or {}).items()}, path)
+def saved(
+    path: Path,
+    network: type[torch.nn.Module],
+    prefix: str = "",
+    extra: dict[str, torch.Tensor] | None = None,
+    **config: Any,
+) -> Path:
+    """A checkpoint of a network of ComfyUI's with this configuration, and extra tensors in it."""
+    import comfy.ops
+
+    built = network(**config, dtype=torch.float32, operations=comfy.ops.disable_weight_init)
+    state = {f"{prefix}{key}": value for key, value in filled(built.state_dict(), STD).items()}
+    save_file(state | (extra or {}), path)
     return path
 
 
@@ -150,6 +160,6 @@ def filled(state: dict[str, torch.Tensor], std: float) -> dict[str, torch.Tensor
     filled = {}
     for key, value in state.items():
         noise = torch.randn(value.shape, generator=generator)
-        norm_scale = value.ndim == 1 and (key.endswith("scale") or "norm" in key)
+        norm_scale = value.ndim == 1 and (key.endswith("scale") or "norm" in key or ".ln_" in key)
         filled[key] = 1 + 0.1 * noise if norm_scale else noise * (std if value.ndim > 1 else 0.1)
     return filled

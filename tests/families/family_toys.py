@@ -32,7 +32,7 @@ class Toy:
         from pack.host import text
 
         generator = torch.Generator().manual_seed(seed)
-        (token, beside), = text.zero_conditioning(model.model)
+        ((token, beside),) = text.zero_conditioning(model.model)
         return [
             [
                 torch.randn(1, tokens, token.shape[-1], generator=generator),

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 import toys as checkpoints
 from family_toys import Toy, from_checkpoint, from_config
-from safetensors.torch import save_file
 
 
 def flux_guidance(folder: Path) -> Path:
     """Flux with guidance (dev): hidden 128, 2 double and 2 single blocks."""
-    return _flux(
-        folder / "toy_flux_guidance.safetensors",
-        guidance_embed=True,
-        vec_in_dim=16,
-        txt_ids_dims=[],
-    )
+    return checkpoints.flux(folder, "toy_flux_guidance", guidance_embed=True)
 
 
 def longcat(folder: Path) -> Path:
     """LongCat-Image: Flux without pooled text, text of the width 3584 that detection asks for."""
-    return _flux(
-        folder / "toy_longcat.safetensors",
-        guidance_embed=False,
+    return checkpoints.flux(
+        folder,
+        "toy_longcat",
         vec_in_dim=None,
         context_in_dim=3584,
         txt_ids_dims=[1, 2],
@@ -33,8 +26,9 @@ def longcat(folder: Path) -> Path:
 
 def flux2(folder: Path) -> Path:
     """Flux 2: hidden 128, 2 double and 2 single blocks, one modulation for all of a kind."""
-    return _flux(
-        folder / "toy_flux2.safetensors",
+    return checkpoints.flux(
+        folder,
+        "toy_flux2",
         in_channels=128,
         out_channels=128,
         patch_size=1,
@@ -51,31 +45,11 @@ def flux2(folder: Path) -> Path:
     )
 
 
-def _flux(path: Path, **config) -> Path:
-    import comfy.ldm.flux.model as flux_model
-
-    plain = {
-        "in_channels": 16,
-        "out_channels": 16,
-        "patch_size": 2,
-        "context_in_dim": 32,
-        "hidden_size": 128,
-        "mlp_ratio": 4.0,
-        "num_heads": 1,
-        "depth": 2,
-        "depth_single_blocks": 2,
-        "axes_dim": [16, 56, 56],
-        "theta": 10000,
-        "qkv_bias": True,
-    }
-    return _saved(path, flux_model.Flux, **{**plain, **config})
-
-
 def sd3(folder: Path) -> Path:
     """SD 3.5 medium's kind: 2 blocks of width 128, the first with the image's own attention too."""
     import comfy.ldm.modules.diffusionmodules.mmdit as mmdit
 
-    return _saved(
+    return checkpoints.saved(
         folder / "toy_sd3.safetensors",
         mmdit.MMDiT,
         input_size=None,
@@ -103,11 +77,13 @@ def hunyuan_video(folder: Path) -> Path:
         axes_dim=[16, 56, 56],
         vec_in_dim=768,
         guidance_embed=True,
+        meanflow=False,
     )
 
 
-def hunyuan_image(folder: Path) -> Path:
-    """HunyuanImage 2.1: hidden 128, 2 double and 2 single blocks."""
+def hunyuan_image(folder: Path, meanflow: bool = False) -> Path:
+    """HunyuanImage 2.1: hidden 128, 2 double and 2 single blocks; distilled, it has a second time,
+    the end of the mean flow."""
     return _hunyuan(
         folder / "toy_hunyuan_image.safetensors",
         in_channels=64,
@@ -116,27 +92,14 @@ def hunyuan_image(folder: Path) -> Path:
         axes_dim=[64, 64],
         vec_in_dim=None,
         guidance_embed=False,
+        meanflow=meanflow,
     )
 
 
-def hunyuan_image_mean_flow(folder: Path) -> Path:
-    """HunyuanImage 2.1 as distilled: a second time, the end of the mean flow."""
-    return _hunyuan(
-        folder / "toy_hunyuan_image_mean_flow.safetensors",
-        in_channels=64,
-        out_channels=64,
-        patch_size=[1, 1],
-        axes_dim=[64, 64],
-        vec_in_dim=None,
-        guidance_embed=False,
-        meanflow=True,
-    )
-
-
-def _hunyuan(path: Path, meanflow: bool = False, **config) -> Path:
+def _hunyuan(path: Path, **config) -> Path:
     import comfy.ldm.hunyuan_video.model as hunyuan_model
 
-    return _saved(
+    return checkpoints.saved(
         path,
         hunyuan_model.HunyuanVideo,
         context_in_dim=32,
@@ -148,23 +111,11 @@ def _hunyuan(path: Path, meanflow: bool = False, **config) -> Path:
         theta=256,
         qkv_bias=True,
         byt5=False,
-        meanflow=meanflow,
         use_cond_type_embedding=False,
         vision_in_dim=None,
         meanflow_sum=False,
         **config,
     )
-
-
-def _saved(path: Path, network: type[torch.nn.Module], **config) -> Path:
-    import comfy.ops
-
-    built = network(**config, dtype=torch.float32, operations=comfy.ops.disable_weight_init)
-    state = checkpoints.filled(built.state_dict(), checkpoints.STD)
-    # SD3 calls its norms of queries and keys ln.
-    state |= {key: 1 + value for key, value in state.items() if ".ln_" in key}
-    save_file(state, path)
-    return path
 
 
 CHROMA = {

@@ -23,30 +23,14 @@ def cosmos_predict2(folder: Path) -> Path:
 
 def wan22(folder: Path) -> Path:
     """Wan 2.2 5B class: 48 channels in and out, dim 128, 2 layers."""
-    import comfy.ldm.wan.model as wan_model
-
-    return _saved(
-        folder / "toy_wan22.safetensors",
-        wan_model.WanModel,
-        model_type="t2v",
-        patch_size=(1, 2, 2),
-        in_dim=48,
-        dim=128,
-        ffn_dim=256,
-        freq_dim=256,
-        text_dim=4096,
-        out_dim=48,
-        num_heads=1,
-        num_layers=2,
-        cross_attn_norm=True,
-    )
+    return checkpoints.wan(folder, "toy_wan22", in_dim=48, out_dim=48)
 
 
 def krea2(folder: Path) -> Path:
     """Krea 2: 128 features, 2 blocks, text of 2 layers of width 40."""
     import comfy.ldm.krea2.model as krea2_model
 
-    path = _saved(
+    path = checkpoints.saved(
         folder / "toy_krea2.safetensors",
         krea2_model.SingleStreamDiT,
         features=128,
@@ -67,7 +51,7 @@ def kandinsky5(folder: Path) -> Path:
     """Kandinsky 5 video class: dim 128, 2 text and 2 visual blocks, one frame in the tests."""
     import comfy.ldm.kandinsky5.model as kandinsky5_model
 
-    return _saved(
+    return checkpoints.saved(
         folder / "toy_kandinsky5.safetensors",
         kandinsky5_model.Kandinsky5,
         time_dim=64,
@@ -76,14 +60,6 @@ def kandinsky5(folder: Path) -> Path:
         num_text_blocks=2,
         num_visual_blocks=2,
     )
-
-
-def _saved(path: Path, network: type[torch.nn.Module], **config) -> Path:
-    import comfy.ops
-
-    built = network(**config, dtype=torch.float32, operations=comfy.ops.disable_weight_init)
-    save_file(checkpoints.filled(built.state_dict(), checkpoints.STD), path)
-    return path
 
 
 KANDINSKY5_IMAGE = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from family_toys import TOYS
+from native import native_velocity
 from test_families import SIGMA, distance, gradient, lora
 
 from demotion import adapter, draws
@@ -32,7 +33,6 @@ def found(toy, compute="model", checkpointing=False):
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
 def test_forward_in_a_precision_is_comfyuis_own_in_it(comfy, toy, compute):
     from pack.host import session
-    from test_families import native_velocity
 
     model, latent, noise, conditioning = toy
     z = draws.noised(latent, noise, SIGMA)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+import toys
 from family_toys import TOYS, from_checkpoint, from_config
-from test_families import SIGMA, native_velocity
+from native import native_velocity
+from test_families import SIGMA
 
 # What ComfyUI's text encoders and conditioning nodes put beside the tokens, by the family that
 # takes it: name -> value for 7 tokens and the toy's latent.
@@ -44,36 +48,8 @@ def test_animas_token_ids_go_through_its_text_adapter(comfy, tmp_path):
     in the forward."""
     from pack.host import text
 
-    model = from_config(
-        "Anima",
-        {
-            "image_model": "anima",
-            "max_img_h": 240,
-            "max_img_w": 240,
-            "max_frames": 128,
-            "in_channels": 16,
-            "out_channels": 16,
-            "patch_spatial": 2,
-            "patch_temporal": 1,
-            "concat_padding_mask": True,
-            "model_channels": 192,
-            "num_blocks": 2,
-            "num_heads": 16,
-            "crossattn_emb_channels": 1024,
-            "pos_emb_cls": "rope3d",
-            "pos_emb_learnable": True,
-            "pos_emb_interpolation": "crop",
-            "min_fps": 1,
-            "max_fps": 30,
-            "use_adaln_lora": True,
-            "adaln_lora_dim": 256,
-            "rope_h_extrapolation_ratio": 4.0,
-            "rope_w_extrapolation_ratio": 4.0,
-            "rope_t_extrapolation_ratio": 1.0,
-            "extra_per_block_abs_pos_emb": False,
-            "rope_enable_fps_modulation": False,
-        },
-    )(tmp_path)
+    config = {"image_model": "anima", **toys.ANIMA, "num_blocks": 2}
+    model = from_config("Anima", config)(tmp_path)
     z = torch.randn(1, 16, 1, 8, 12, generator=torch.Generator().manual_seed(1))
     tokens = torch.randn(1, 7, 1024, generator=torch.Generator().manual_seed(2))
     found = []
@@ -95,7 +71,7 @@ def test_a_mean_flow_model_is_asked_for_the_velocity_at_its_own_sigma(comfy, tmp
     import joint_toys
     from pack.host import session
 
-    model = from_checkpoint(joint_toys.hunyuan_image_mean_flow)(tmp_path)
+    model = from_checkpoint(partial(joint_toys.hunyuan_image, meanflow=True))(tmp_path)
     z = torch.randn(1, *TOYS["HunyuanImage21"].latent, generator=torch.Generator().manual_seed(1))
     conditioning = TOYS["HunyuanImage21"].conditioning(model)
     ours, native = velocities(comfy, model, z, conditioning)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from family_toys import TOYS
+from native import native_velocity
 
 from demotion import adapter, draws, gate, probe, train
 
@@ -63,35 +64,6 @@ def targets(session):
 
     linears = families.linears(session.network)
     return linears, adapter.match_targets(linears, session.family.targets)
-
-
-def native_velocity(comfy, model, z, sigma, conditioning):
-    """ComfyUI's own forward, as its sampler calls it."""
-    import comfy.model_sampling
-    import comfy.sampler_helpers
-    import comfy.samplers
-
-    with torch.inference_mode():
-        comfy.model_management.load_models_gpu([model])
-        model.pre_run()
-        conds = comfy.samplers.process_conds(
-            model.model,
-            torch.zeros_like(z),
-            {"positive": comfy.sampler_helpers.convert_cond(conditioning)},
-            model.load_device,
-            latent_image=torch.zeros_like(z),
-            seed=0,
-            latent_shapes=[z.shape],
-        )
-        rescaled = isinstance(model.model.model_sampling, comfy.model_sampling.COSMOS_RFLOW)
-        level = torch.tensor([sigma])
-        state, level = (z / (1 - sigma), level / (1 - level)) if rescaled else (z.clone(), level)
-        options = comfy.model_patcher.create_model_options_clone(model.model_options)
-        options["transformer_options"]["sample_sigmas"] = level.repeat(2)
-        denoised = comfy.samplers.calc_cond_batch(
-            model.model, [conds["positive"]], state, level, options
-        )[0]
-        return (z - denoised) / sigma
 
 
 def gradient(live, parameters, latent, noise, conditioning, sigma=SIGMA):
@@ -276,9 +248,7 @@ def test_neither_the_order_of_pictures_nor_another_run_changes_a_bit(toy):
 
     kind, model, latent, noise, conditioning = toy
     subjects = [
-        probe.Subject(
-            name, {"src": x, "null": x}, {"src": None, "null": None}, caption
-        )
+        probe.Subject(name, {"src": x, "null": x}, {"src": None, "null": None}, caption)
         for name, x, caption in (
             ("one", latent, conditioning),
             ("two", noise, TOYS[kind].conditioning(model, seed=5, tokens=4)),
