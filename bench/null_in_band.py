@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS = 20
-REDUCED = {"bins": "5", "draws": 4}
+REDUCED = {"bins": "5, 1", "draws": 4}
 
 
 def reduced(seed: int) -> dict:

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from .arms import NULL
 from .measure import Cell
 
 CONSISTENT = ("one_set", "two_set")
@@ -169,6 +170,10 @@ def ratio_terms(cells: Sequence[Cell | None], arm: str, estimator: str,
     x_i = M_sa / sqrt(q_s q_a), s_i = M_ss / q_s, a_i = M_aa / q_a, each image's gradients scaled by
     their mean squared draw norm q. So an image counts by its direction and its signal, not by its
     loss or its length.
+
+    null is src once more, under noise of its own: the two have one length, and here one q, the mean
+    of theirs. With a q each, c is off by cov(M_ss, q) / (2 M_ss q) - var(q) / (4 q^2), since a draw
+    that adds to an arm's M adds to its q; arms of shared noise have that in x as in s and a.
     """
     return _image_terms(cells, arm, estimator, part, scaled=True)
 
@@ -204,7 +209,10 @@ def _image_terms(cells: Sequence[Cell | None], arm: str, estimator: str, part: i
         index = cells[i].arms.index(arm)
         matrix = moments(cells[i], estimator, part)
         if scaled:
-            matrix = scale(matrix, mean_square(cells[i], part))
+            square = mean_square(cells[i], part)
+            if arm == str(NULL):
+                square[[0, index]] = square[[0, index]].mean()
+            matrix = scale(matrix, square)
         x[i], s[i], a[i] = matrix[0, index], matrix[0, 0], matrix[index, index]
     return Terms(x, s, a, present)
 

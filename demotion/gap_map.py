@@ -58,6 +58,7 @@ class Gap:
     effective         effective number of images, (sum g^2)^2 / sum g^4; NaN where images enter in
                       pairs
     se_half_buckets   se with half the sketch's buckets; NaN for estimands without a sketch
+    look              planned look whose verdict stands, the band being open again since; else 0
     """
 
     arm: str
@@ -88,6 +89,7 @@ class Gap:
     parts: dict[str, float]
     effective: float = math.nan
     se_half_buckets: float = math.nan
+    look: int = 0
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,9 @@ def gap_map(measurement: Measurement, *, estimand: str = "ratio", estimator: str
 
     All bins of all demote arms form one family for the simultaneous band, since a gate chooses its
     windows among them; each other arm's bins form a family of their own. An image may lack a bin.
+    What a planned look has decided stays decided in a map of the same choices, unless this map
+    decides otherwise: each look has its share of the error, and a bin that was settled gets no
+    more images.
     Raises ValueError for an unknown estimand, estimator or control, for ones that do not go
     together or with the measurement, a margin outside (0, 1), and a measurement without cells.
     """
@@ -229,6 +234,7 @@ def summary(gap_map: GapMap) -> str:
         distance = "-" if math.isnan(gap.d) else f"{gap.d:.3f}"
         settled = gap.verdict in (verdict.SAFE, verdict.UNSAFE)
         at_margin = f" at {gap_map.margin:g}" if settled else ""
+        at_margin += f" by look {gap.look}" if gap.look else ""
         relative = f", relative to {gap.control}" if gap.control else ""
         lines.append(f"{arm_title(gap.arm, gap_map.native_tier):{width}} {sigma:11} {distance:>8} "
                      f"{band:>18} {gap.with_signal:3} of {gap.images:<3}  "
@@ -329,6 +335,19 @@ class _Context:
     margin: float
     looks: int
 
+    def look_verdict(self, arm: str, edges: tuple[float, float]) -> tuple[str, int]:
+        """Verdict of the last look that decided a cell, and its number; undecided and 0 without
+        one, or where the probe looked with other choices."""
+        settings, found = self.measurement.settings, (verdict.UNDECIDED, 0)
+        choices = (self.estimand, self.estimator, self.control, self.margin, self.looks)
+        if choices != ("ratio", "one_set", None, settings.get("margin"), settings.get("looks")):
+            return found
+        for look in range(1, self.looks):
+            for name, place, judged in self.measurement.checks.get(f"look {look}", []):
+                if (name, tuple(place)) == (arm, edges):
+                    found = judged, look
+        return found
+
     def control_of(self, arm: str) -> str | None:
         # Only resampled pictures carry what a control prices; null stays the instrument's own zero.
         parsed = Arm.parse(arm)
@@ -383,6 +402,7 @@ class _Reading:
     between: float = math.nan
     effective: float = math.nan
     se_half_buckets: float = math.nan
+    look: int = 0
 
 
 def _family_gaps(context: _Context, arms: Sequence[str]) -> list[Gap]:
@@ -418,7 +438,7 @@ def _judged_readings(context: _Context, members: Sequence[tuple]) -> list[_Readi
             interval = d - below * error, d + above * error
         else:
             interval = verdict.jackknife(cell)
-        within, between = math.nan, math.nan
+        within, between, look = math.nan, math.nan, 0
         own = _own(context, *member)
         if context.halves(own):
             within, between = verdict.split_variance(
@@ -430,6 +450,8 @@ def _judged_readings(context: _Context, members: Sequence[tuple]) -> list[_Readi
                       f"{verdict.MIN_IMAGES}: use the estimand ratio")
         else:
             judged = verdict.judge(cell.images, signal.get(index, False), low, high, context.margin)
+            if judged == verdict.UNDECIDED:
+                judged, look = context.look_verdict(*member)
             decide = verdict.what_decides(judged, d, error, band, context.margin, cell.images,
                                           min((cell.count for cell in own), default=0), within,
                                           between)
@@ -438,7 +460,7 @@ def _judged_readings(context: _Context, members: Sequence[tuple]) -> list[_Readi
         readings.append(_Reading(
             d=d, se=error, pointwise=interval, verdict=judged, decide=decide,
             band=(low, high), q_safe=q_safe, q_unsafe=q_unsafe, within=within, between=between,
-            effective=effective[index], se_half_buckets=folded))
+            effective=effective[index], se_half_buckets=folded, look=look))
     return readings
 
 
@@ -582,7 +604,7 @@ def _gap_from_json(data: dict[str, Any]) -> Gap:
         return math.nan if value is None else value
 
     # What earlier packs did not write is not known of their maps.
-    data = {"effective": None, "se_half_buckets": None} | data
+    data = {"effective": None, "se_half_buckets": None, "look": 0} | data
     kept = {field.name: data[field.name] for field in dataclasses.fields(Gap)}
     kept |= {name: math.nan for name, value in kept.items() if value is None and name != "control"}
     kept |= {name: tuple(map(number, kept[name])) for name in ("bin", "pointwise", "band")}

@@ -8,9 +8,11 @@ over images with weights w the linearised influence
 
 with n over the images that have the arm. A studentised bootstrap over images gives each cell its
 own interval, and a family of cells one band, since windows are chosen after looking at all of them.
-(A delete-one-image jackknife with Student's t covers .92 where .95 is asked, at 24 images whose
-distances are exponential; this covers .94. The jackknife serves below 8 images, which are too few
-to resample.) With planned looks at the data, each look has its share of the error.
+On the side where the bootstrap's tail is short its quantile is that of too few images, so Student's
+t of n - 1 degrees of freedom is the least. (Of 24 images whose distances are exponential either one
+alone covers .91 to .93 where .95 is asked, the wider of the two on each side .94 to .95.) The
+jackknife serves below 8 images, which are too few to resample. With planned looks at the data, each
+look has its share of the error.
 """
 
 from __future__ import annotations
@@ -167,7 +169,8 @@ def simultaneous(family: Sequence[Contrast], key: str, resamples: int = RESAMPLE
     One multinomial weight vector a resample serves every cell, so their correlation is kept;
     T = (d - d*) / SE*. q_safe and q_unsafe are the 1 - .025 / looks quantiles of the largest T and
     the largest -T over the cells, so that the bands of all planned looks at the data hold together
-    at 95 %. key names the measurement and fixes the resamples. A cell whose S* or A* is not
+    at 95 %, and at least that quantile of Student's t, of the cell of fewest images. key names the
+    measurement and fixes the resamples. A cell whose S* or A* is not
     positive in more than 1 % of the resamples leaves the family; the few such resamples of a cell
     that stays count as its own most extreme ones, on both sides. Cells of fewer than 8 images get
     no verdict and take no part.
@@ -178,6 +181,7 @@ def simultaneous(family: Sequence[Contrast], key: str, resamples: int = RESAMPLE
     weights = stream("bootstrap", key).multinomial(images, np.full(images, 1 / images), resamples)
     highest = np.full(resamples, -np.inf)
     lowest = np.full(resamples, np.inf)
+    fewest = images
     for index, cell in enumerate(family):
         center, _ = point(cell)
         d, error, _ = estimate(cell, weights)
@@ -188,13 +192,29 @@ def simultaneous(family: Sequence[Contrast], key: str, resamples: int = RESAMPLE
         t = (center - d[kept]) / np.maximum(error[kept], TINY)
         above, below = np.full(resamples, t.max()), np.full(resamples, t.min())
         above[kept] = below[kept] = t
-        alone[index] = tuple(np.quantile([above, -below], LEVEL, axis=1).tolist())
+        alone[index] = _reach(above, below, LEVEL, cell.images)
         highest, lowest = np.maximum(highest, above), np.minimum(lowest, below)
+        fewest = min(fewest, cell.images)
     if not np.isfinite(highest).all():
         return Band(math.nan, math.nan, tuple(signal), tuple(alone))
-    level = 1 - (1 - LEVEL) / looks
-    q_safe, q_unsafe = np.quantile([highest, -lowest], level, axis=1).tolist()
-    return Band(q_safe, q_unsafe, tuple(signal), tuple(alone))
+    reach = _reach(highest, lowest, 1 - (1 - LEVEL) / looks, fewest)
+    return Band(*reach, tuple(signal), tuple(alone))
+
+
+def _reach(highest: np.ndarray, lowest: np.ndarray, level: float, images: int
+           ) -> tuple[float, float]:
+    """(q_safe, q_unsafe) from the largest and the smallest T of each resample."""
+    least = stats.t.ppf(level, images - 1)
+    q_safe, q_unsafe = np.quantile([highest, -lowest], level, axis=1).clip(least).tolist()
+    return q_safe, q_unsafe
+
+
+def look_sizes(images: int, looks: int) -> list[int]:
+    """How many images have been measured at each look: evenly spaced from the first, which is not
+    planned before a verdict is possible, to all."""
+    first = min(images, max(MIN_IMAGES, images // looks))
+    steps = max(looks - 1, 1)
+    return [images - round((images - first) * left / steps) for left in reversed(range(looks))]
 
 
 def judge(images: int, signal: bool, low: float, high: float, margin: float) -> str:

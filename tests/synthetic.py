@@ -211,12 +211,16 @@ def cells_of(cloud: Cloud, distances: np.ndarray, rng: np.random.Generator,
                  grids=tuple(grid_of(arm) for arm in arms)) for index in range(len(distances))]
 
 
-def terms_of(cloud: Cloud, distances: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """[3, ..., A - 1] terms x, s, a of "ratio" (one-set) of cells with these true distances."""
+def terms_of(cloud: Cloud, distances: np.ndarray, rng: np.random.Generator,
+             null: bool = False) -> np.ndarray:
+    """[3, ..., A - 1] terms x, s, a of "ratio" (one-set) of cells with these true distances; null
+    says that the one arm beside src is null, which has one q with it."""
     gram, products = products_of(cloud, distances, rng)
     products = products.sum(axis=-3)
     matrix = cosine.debias(gram.sum(axis=(-4, -2)), products, cloud.draws)
     square = np.diagonal(products, axis1=-2, axis2=-1) / cloud.draws
+    if null:
+        square = np.broadcast_to(square.mean(axis=-1, keepdims=True), square.shape)
     scaled = cosine.scale(matrix, square)
     own = np.diagonal(scaled, axis1=-2, axis2=-1)
     return np.stack([scaled[..., 0, 1:], np.broadcast_to(own[..., :1], own[..., 1:].shape),
@@ -248,6 +252,68 @@ def maps_at_margin(cloud: Cloud, kind: str, images: int, count: int, seed: int,
         yield contrasts_of(terms_of(cloud, own, rng)), np.full(MAP[0] * MAP[1], margin)
 
 
+def population_maps(images: int, count: int, seed: int, margin: float = 0.05, size: int = 400,
+                    buckets: int = 1 << 12
+                    ) -> Iterator[tuple[list[verdict.Contrast], np.ndarray]]:
+    """Maps of the estimand "population" whose cells all have their true distance at the margin:
+    families, from the sketches of one draw an image, and truths.
+
+    The expected gradient has length 1; an image's own is sqrt 3 away from it and its noise sqrt 3
+    from that. Arms share nine tenths of either variance, and lengths have a log-sd of .3.
+    """
+    rng = np.random.default_rng(seed)
+    arms = ["src", *(f"demote:{tier}" for tier in (224, 192, 128)[:MAP[1]])]
+    mean = np.zeros((len(arms), size))
+    mean[:, 0] = 1
+    mean[1:, 0] = 1 - margin
+    mean[np.arange(1, len(arms)), np.arange(1, len(arms))] = np.sqrt(1 - (1 - margin) ** 2)
+    for number in range(count):
+        sketcher = sketch.CountSketch(number, size, buckets, torch.device("cpu"))
+        family = []
+        for _ in range(MAP[0]):
+            common = rng.standard_normal((images, 1, size)) * np.sqrt(0.9 * 6 / size)
+            own = rng.standard_normal((images, len(arms), size)) * np.sqrt(0.1 * 6 / size)
+            length = np.exp(0.3 * rng.standard_normal((images, 1, 1)))
+            cells = _one_draw_cells(length * (mean + common + own), arms, sketcher)
+            family += [verdict.contrast(cosine.population_terms(cells, arm)) for arm in arms[1:]]
+        yield family, np.full(MAP[0] * MAP[1], margin)
+
+
+def _one_draw_cells(gradients: np.ndarray, arms: Sequence[str], sketcher: sketch.CountSketch
+                    ) -> list[Cell]:
+    """Cells of one draw with sketches, from gradients [images, arms, size]."""
+    flat = torch.from_numpy(gradients).float().flatten(0, 1)
+    total = sketcher.empty(len(flat))
+    # Coordinates first: all gradients at once.
+    sketcher.add(total.T, flat.T)
+    sketches = sketcher.fold(total).reshape(*gradients.shape[:2], -1)
+    empty = np.zeros((1, 1, len(arms), 1, len(arms)))
+    return [Cell(image=f"{index:016x}", bin=(0.0, 1.0), arms=tuple(arms), gram=empty,
+                 products=empty[:, :, :, 0], counts=(1, 0), losses=(1.0,) * len(arms),
+                 grids=tuple(map(grid_of, arms)), sketches=one[None],
+                 block_products=empty[0, :, :, 0], block_counts=(1,))
+            for index, one in enumerate(sketches)]
+
+
+def dataset_intervals(images: int, draws: int, count: int, seed: int = 1
+                      ) -> tuple[float, float, float]:
+    """Of the same images measured again and again: fraction of the intervals of the estimand
+    "dataset" that hold the true distance, mean error of the distance, and its Monte Carlo error."""
+    rng, size, held, errors = np.random.default_rng(seed), 60, [], []
+    mean = rng.standard_normal((images, 2, size)) + 2 * rng.standard_normal((2, size))
+    total = mean.sum(axis=0)
+    truth = 1 - total[0] @ total[1] / np.linalg.norm(total[0]) / np.linalg.norm(total[1])
+    for _ in range(count):
+        gradients = mean[:, None] + 4 * rng.standard_normal((images, draws, 2, size))
+        cells = [cell(str(index), (0.0, 1.0), ("src", "b"), rows, buckets=4096)
+                 for index, rows in enumerate(gradients)]
+        sums = cosine.dataset_sums(cells, "b", np.ones(images, dtype=bool))
+        d, _, (low, high) = verdict.block_interval(sums)
+        held.append(low <= truth <= high)
+        errors.append(d - truth)
+    return float(np.mean(held)), float(np.mean(errors)), float(np.std(errors) / np.sqrt(count))
+
+
 def resampled_maps(family: Sequence[verdict.Contrast], images: int, count: int, seed: int
                    ) -> Iterator[tuple[list[verdict.Contrast], np.ndarray]]:
     """Maps of images drawn, with replacement, from those of a family, whose own distances are then
@@ -256,8 +322,14 @@ def resampled_maps(family: Sequence[verdict.Contrast], images: int, count: int, 
     truth = np.array([verdict.point(cell)[0] for cell in family])
     for _ in range(count):
         index = rng.integers(len(family[0].present), size=images)
-        yield [verdict.Contrast(cosine.Terms(*(values[index] for values in (
-            cell.arm.x, cell.arm.s, cell.arm.a, cell.arm.present)))) for cell in family], truth
+        yield images_of(family, index), truth
+
+
+def images_of(family: Sequence[verdict.Contrast], index: np.ndarray | slice
+              ) -> list[verdict.Contrast]:
+    """The family of some of the images, of terms of order 1."""
+    return [verdict.Contrast(cosine.Terms(*(values[index] for values in (
+        cell.arm.x, cell.arm.s, cell.arm.a, cell.arm.present)))) for cell in family]
 
 
 @dataclass(frozen=True)
@@ -279,15 +351,41 @@ def rates(maps: Iterable[tuple[list[verdict.Contrast], np.ndarray]], resamples: 
         band = verdict.simultaneous(family, str(number), resamples)
         signal = np.array(band.signal)
         points = np.array([verdict.point(cell) for cell in family])
+        safe, unsafe = _errors(band, points, truth)
         above, below = np.array(band.alone).T * points[:, 1]
-        high = points[:, 0] + band.q_safe * points[:, 1] < truth
-        low = points[:, 0] - band.q_unsafe * points[:, 1] > truth
-        safe, unsafe = (signal & high).any(), (signal & low).any()
         reach = np.where(points[:, 0] < truth, above, below)
         held = (np.abs(points[:, 0] - truth) <= reach)[signal]
         rows.append((safe, unsafe, not (safe or unsafe), 1 - signal.mean(),
                      held.mean() if len(held) else np.nan))
     return Rates(*np.nanmean(np.array(rows, dtype=float), axis=0).tolist())
+
+
+def look_rates(maps: Iterable[tuple[list[verdict.Contrast], np.ndarray]], looks: int,
+               resamples: int) -> tuple[float, float]:
+    """Fractions of maps that are falsely safe and falsely unsafe in some cell at some look, when
+    each cell's margin is its true distance.
+
+    The looks are those of the probe, but for bins in which all is decided, to which it takes no
+    more images: here every one of these is an error that is counted already.
+    """
+    rows = []
+    for number, (family, truth) in enumerate(maps):
+        errors = []
+        for size in verdict.look_sizes(len(family[0].present), looks):
+            seen = images_of(family, slice(size))
+            band = verdict.simultaneous(seen, str(number), resamples, looks)
+            errors.append(_errors(band, np.array([verdict.point(cell) for cell in seen]), truth))
+        rows.append(np.any(errors, axis=0))
+    safe, unsafe = np.mean(rows, axis=0).tolist()
+    return safe, unsafe
+
+
+def _errors(band: verdict.Band, points: np.ndarray, truth: np.ndarray) -> tuple[bool, bool]:
+    """Whether some cell is falsely safe, and falsely unsafe, from points [cells, 2] of d and SE."""
+    d, error = points.T
+    signal = np.array(band.signal)
+    return (bool((signal & (d + band.q_safe * error < truth)).any()),
+            bool((signal & (d - band.q_unsafe * error > truth)).any()))
 
 
 def _white(rng: np.random.Generator, shape: tuple[int, ...], count: int, rank: int) -> np.ndarray:

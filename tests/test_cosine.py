@@ -177,6 +177,31 @@ def test_ratio_terms_do_not_see_the_length_of_gradients(seed: int, gains: tuple)
         assert values[0] == pytest.approx(values[1], rel=1e-9, abs=1e-12)
 
 
+def test_null_is_at_distance_0_though_its_noise_is_its_own() -> None:
+    # A tenth of the noise lies along the mean, so that a loud draw adds to M and to q at once.
+    cloud = synthetic.Cloud(0.8, 1000, draws=4, shared=0.0, slope=0.0)
+    found = {}
+    for arm in ("null", "b"):
+        cells = synthetic.cells_of(cloud, np.zeros((4000, 1)), np.random.default_rng(0),
+                                   ("src", arm))
+        terms = cosine.ratio_terms(cells, arm, "one_set")
+        found[arm] = 1 - terms.x.sum() / np.sqrt(terms.s.sum() * terms.a.sum())
+    # Three Monte Carlo errors. An arm that may have another length keeps the bias of a q each.
+    assert abs(found["null"]) < 0.002
+    assert -0.025 < found["b"] < -0.015
+
+
+@quick
+@given(seed=st.integers(0, 10 ** 6), gain=st.floats(1e-3, 1e3))
+def test_null_terms_do_not_see_the_length_of_an_image(seed: int, gain: float) -> None:
+    gradients = random_gradients(seed, arms=2)
+    pair = [synthetic.cell("i", (0.0, 1.0), ("src", "null"), rows)
+            for rows in (gradients, gain * gradients)]
+    terms = cosine.ratio_terms(pair, "null", "one_set")
+    for values in (terms.x, terms.s, terms.a):
+        assert values[0] == pytest.approx(values[1], rel=1e-9, abs=1e-12)
+
+
 def test_an_image_without_the_arm_or_with_zero_gradients_adds_nothing() -> None:
     whole = synthetic.cell("i", (0.0, 1.0), ("src", "b"), random_gradients(0, arms=2))
     lacking = synthetic.cell("j", (0.0, 1.0), ("src",), random_gradients(1, arms=1))

@@ -205,6 +205,42 @@ def test_planned_looks_widen_every_band_and_are_named() -> None:
     assert "4 planned looks" in summary(looking) and "looks" not in summary(MAP)
 
 
+def test_what_a_look_decided_stays_decided_unless_the_map_says_otherwise(tmp_path) -> None:
+    settings = MEASUREMENT.settings | {"looks": 3, "margin": 0.05}
+    routes = [gap for gap in gap_map(Measurement(settings, MEASUREMENT.cells)).gaps
+              if is_route(gap.arm)]
+    assert {verdict.UNDECIDED, verdict.UNSAFE} <= {gap.verdict for gap in routes}
+
+    def look(judged: str, kept: slice) -> list[list]:
+        return [[gap.arm, list(gap.bin), judged] for gap in routes[kept]]
+
+    # The first look decides all bins, the second those of the second route otherwise.
+    looked = Measurement(settings, MEASUREMENT.cells, {
+        "look 1": look(verdict.SAFE, slice(None)), "look 2": look(verdict.UNSAFE, slice(4, None))})
+    made = gap_map(looked)
+    for before, gap in zip(routes, made.gaps, strict=False):
+        stood = (verdict.UNSAFE, 2) if gap.arm == "demote:192" else (verdict.SAFE, 1)
+        if before.verdict != verdict.UNDECIDED:
+            stood = before.verdict, 0
+        assert (gap.verdict, gap.look) == stood
+        assert (gap.band, gap.decide) == (before.band, "")
+    assert "unsafe at 0.05 by look 2" in summary(made)
+    assert len(decided(made)) == len(routes)
+    made.save(tmp_path / "map.json")
+    assert GapMap.load(tmp_path / "map.json").to_json() == made.to_json()
+
+
+@pytest.mark.parametrize("choice", [{"margin": 0.06}, {"looks": 2}, {"estimator": "two_set"},
+                                    {"control": "reenc"}, {"estimand": "power_ratio"}])
+def test_a_look_says_nothing_of_a_map_of_other_choices(choice: dict) -> None:
+    settings = MEASUREMENT.settings | {"looks": 3, "margin": 0.05}
+    every = [[arm, list(edges), verdict.SAFE] for arm in MAP.arms for edges in MAP.bins]
+    looked = Measurement(settings, MEASUREMENT.cells, {"look 1": every})
+    assert any(gap.look for gap in gap_map(looked).gaps)
+    plain = gap_map(Measurement(settings, MEASUREMENT.cells), **choice)
+    assert gap_map(looked, **choice).gaps == plain.gaps
+
+
 def shared_direction(images: int, draws: int, buckets: int = 1 << 14) -> Measurement:
     """Pictures with nearly one mean gradient, so that the batch gradient has a direction; the
     demoted one stands at a distance of .1."""
@@ -347,7 +383,7 @@ def test_a_map_of_an_earlier_pack_opens(tmp_path) -> None:
     data = json.loads(MAP.to_json())
     del data["looks"], data["checks"]
     for gap in data["gaps"]:
-        del gap["effective"], gap["se_half_buckets"]
+        del gap["effective"], gap["se_half_buckets"], gap["look"]
     (tmp_path / "map.json").write_text(json.dumps(data))
     old = GapMap.load(tmp_path / "map.json")
     assert old.looks == 1 and [gap.d for gap in old.gaps] == [gap.d for gap in MAP.gaps]

@@ -11,6 +11,7 @@ import pytest
 import synthetic
 
 from demotion import gap_map, measure, merge
+from demotion.analyse import analyse
 
 WORLD = synthetic.World({"null": 0.0, "demote:192": 0.2, "demote:128": 0.4}, images=12)
 
@@ -78,6 +79,25 @@ def test_merging_step_by_step_or_again_changes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "at once").read_bytes() == (tmp_path / "in steps").read_bytes()
     assert len(measure.Measurement.load(tmp_path / "in steps").cells) == len(WHOLE.cells)
     assert len(a.cells) == 5 * len(WORLD.bins)
+
+
+def test_files_analysed_together_can_be_kept_as_one(tmp_path: Path) -> None:
+    whole = synthetic.measure(WORLD, buckets=64)
+    whole.settings |= WHOLE.settings | {"sketch": 64}
+    files = [tmp_path / f"{index}.jsonl" for index in range(2)]
+    for path, images in zip(files, (slice(0, 5), slice(5, None)), strict=True):
+        piece(whole, images).save(path)
+    together, begin = tmp_path / "together.jsonl", tmp_path / "map"
+    words, written = analyse(files, begin, estimand="population", merged=together)
+    assert written[0] == together and all(path.exists() for path in written)
+    assert len(measure.Measurement.load(together).cells) == len(whole.cells)
+    once = [path.read_bytes() for path in written]
+    # It is a measurement as any other: analysed again it gives the same words and map.
+    assert analyse([together], begin, estimand="population") == (words, written[1:])
+    assert [path.read_bytes() for path in written] == once
+    assert analyse(files[:1], begin, merged=tmp_path / "copy.jsonl")[1][0].read_bytes() == (
+        files[0].read_bytes()
+    )
 
 
 @pytest.mark.parametrize(

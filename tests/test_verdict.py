@@ -10,6 +10,7 @@ import pytest
 import synthetic
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from demotion import cosine, draws, verdict
 
@@ -100,6 +101,42 @@ def test_each_interval_covers_alone_on_skewed_distances(kind: str, images: int, 
     assert low - 0.012 <= found.pointwise <= high + 0.012
 
 
+@pytest.mark.parametrize("images, looks", [(24, 2), (40, 4)])
+def test_maps_at_the_margin_are_rarely_called_safe_or_unsafe_at_any_look(images: int,
+                                                                        looks: int) -> None:
+    cloud, maps = synthetic.Cloud(0.8, 1000, shared=0.7, norms=1.0, gains=0.2, noisiness=0.5), 40
+    made = synthetic.maps_at_margin(cloud, "gamma(2)", images, maps, seed=looks)
+    found = synthetic.look_rates(made, looks, 1000)
+    assert max(found) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / maps)
+
+
+def test_population_maps_at_the_margin_are_rarely_called_safe_or_unsafe() -> None:
+    maps = 40
+    found = synthetic.rates(synthetic.population_maps(24, maps, seed=0), 400)
+    assert max(found.safe, found.unsafe) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / maps)
+    assert found.lost == 0 and 0.93 <= found.pointwise <= 0.98
+
+
+def test_looks_are_evenly_spaced_from_the_first_that_can_judge() -> None:
+    assert verdict.look_sizes(40, 4) == [10, 20, 30, 40]
+    assert verdict.look_sizes(12, 2) == [8, 12]
+    assert verdict.look_sizes(24, 3) == [8, 16, 24]
+    assert verdict.look_sizes(24, 1) == [24]
+    assert verdict.look_sizes(5, 3) == [5, 5, 5]
+
+
+def test_no_quantile_is_less_than_students_t() -> None:
+    cloud = synthetic.Cloud(0.8, 1000, shared=0.7)
+    [(cells, _)] = synthetic.maps_at_margin(cloud, "exponential", 24, 1, seed=0)
+    least = stats.t.ppf(0.975, 23)
+    above, below = np.array(verdict.simultaneous(cells, "k", 500).alone).T
+    # Skewed to large distances, the tail of T is long above and short below.
+    assert (above > least).mean() > 0.8 and (below == least).mean() > 0.8
+    for looks in (1, 4):
+        band = verdict.simultaneous(cells[:1], "k", 500, looks)
+        assert band.q_unsafe == pytest.approx(stats.t.ppf(1 - 0.025 / looks, 23))
+
+
 def test_a_cell_of_a_family_has_the_interval_that_it_has_by_itself() -> None:
     cells = family(AT_MARGIN)
     together = verdict.simultaneous(cells, "k", 500)
@@ -161,22 +198,9 @@ def test_each_of_several_looks_is_stricter_than_a_single_one() -> None:
 
 
 def test_the_interval_over_blocks_of_draws_covers_the_dataset_distance() -> None:
-    rng = np.random.default_rng(1)
-    images, size, held = 10, 60, []
-    mean = rng.standard_normal((images, 2, size)) + 2 * rng.standard_normal((2, size))
-    total = mean.sum(axis=0)
-    truth = 1 - total[0] @ total[1] / np.linalg.norm(total[0]) / np.linalg.norm(total[1])
-    distances = []
-    for _ in range(100):
-        gradients = mean[:, None] + 4 * rng.standard_normal((images, 8, 2, size))
-        cells = [synthetic.cell(str(index), (0.0, 1.0), ("src", "b"), rows, buckets=4096)
-                 for index, rows in enumerate(gradients)]
-        sums = cosine.dataset_sums(cells, "b", np.ones(images, dtype=bool))
-        d, _, (low, high) = verdict.block_interval(sums)
-        held.append(low <= truth <= high)
-        distances.append(d)
-    assert 0.88 <= np.mean(held) <= 0.99
-    assert abs(np.mean(distances) - truth) < 4 * np.std(distances) / 10 + 0.005
+    held, mean, error = synthetic.dataset_intervals(images=10, draws=8, count=100)
+    assert 0.88 <= held <= 0.99
+    assert abs(mean) < 4 * error + 0.005
 
 
 def test_an_excess_over_itself_is_nothing_over_blocks_too() -> None:
