@@ -33,7 +33,7 @@ def ours(model: Any, picture: Any, noise: Any, caption: Any) -> tuple[str, str]:
     z = draws.noised(picture, noise, suite.SIGMA)
     with session.open_session(model) as live:
         live.check_additions(picture, caption)
-        plain = live.velocity(z, suite.SIGMA, caption).detach()
+        plain = live.velocity(z, [suite.SIGMA], [caption]).detach()
         weights = suite.lora(live)
         parts = suite.gradient(live, live.adapt(weights).parameters, picture, noise, caption)
     apart = (plain - native.native_velocity(comfy, model, z, suite.SIGMA, caption)).abs().max()
@@ -109,7 +109,7 @@ def true_gradient(
         for i, x in enumerate(pictures):
             state, level = states[i : i + 1].clone(), float(levels[i])
             sigma, z = (level / (1 + level), state / (1 + level)) if rescaled else (level, state)
-            denoised = z - sigma * live.velocity(z, sigma, captions[i])
+            denoised = z - sigma * live.velocity(z, [sigma], [captions[i]])
             loss = loss + ((denoised - x) ** 2).mean() / len(pictures)
         gradients = torch.autograd.grad(loss, layers.parts["A"], allow_unused=True)
         names = list(layers.layers)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+NANO = ROOT / "demo" / "models" / "diffusion_models" / "demotion_nano_flux.safetensors"
 
 
 def start(comfyui: str) -> None:

@@ -107,7 +107,7 @@ def grams(model: Any, made: Any) -> dict[tuple[str, int], np.ndarray]:
                                 subject,
                                 name,
                                 sigma_bin,
-                                first + draw,
+                                [first + draw],
                                 0,
                                 mode == "shared noise",
                                 live.velocity,

@@ -69,7 +69,7 @@ def ours(model: Any, latent: Any, conditioning: Any, checkpointing: bool) -> tup
         layers = live.adapt(adapter.zero_weights(linears, targets, rank=2, alpha=2, seed=0))
         live.check_additions(latent, conditioning)
         with counter(live.network) as count:
-            predicted = live.velocity(latent, 0.5, conditioning)
+            predicted = live.velocity(latent, [0.5], [conditioning])
             loss = draws.velocity_loss(predicted, latent, torch.zeros_like(latent))
             torch.autograd.grad(loss, layers.parameters, allow_unused=True)
         return count.peak, formula

@@ -20,7 +20,6 @@ from typing import Any
 
 import common
 
-NANO = common.ROOT / "demo" / "models" / "diffusion_models" / "demotion_nano_flux.safetensors"
 ARMS = ("src", "null", "reenc", "demote", "repromote")
 BIN = (0.4, 0.9)
 DRAWS = 4
@@ -61,7 +60,7 @@ def bare_gradients(live: Any, subject: Any, parameters: list) -> Callable[[], No
     network.forward = recorded
     for latent in subject.latents.values():
         with torch.no_grad():
-            live.velocity(latent, 0.6, subject.context)
+            live.velocity(latent, [0.6], [subject.context])
     network.forward = forward
 
     def run() -> None:
@@ -119,7 +118,7 @@ def main() -> None:
     print("model                    bare ms   probe ms   ratio")
     with tempfile.TemporaryDirectory() as folder:
         models = {
-            "nano Flux, 256 tokens": (NANO, 32, 24),
+            "nano Flux, 256 tokens": (common.NANO, 32, 24),
             "toy Flux, 1,024 tokens": (toys.flux(Path(folder)), 64, 48),
         }
         for name, (file, edge, small) in models.items():

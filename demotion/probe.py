@@ -16,7 +16,7 @@ import torch
 
 from . import arms, draws, measure, rotary, sketch
 
-# Called as `predict` does: (z, sigma, context), and rotary=Alignment where there is one.
+# Called as `predict` does: (z, sigmas, contexts), and rotary=Alignment where there is one.
 Velocity = Callable[..., torch.Tensor]
 CHUNK = 1 << 20
 # Raised whenever the same settings would give other numbers, so that old cells are not continued.
@@ -70,11 +70,12 @@ def arm_noise(
     return _carried(seed, image, sigma_bin, draw, plain, tuple(native), tuple(grid))
 
 
-# What the arms of one draw share is drawn and carried once.
-_noise = lru_cache(maxsize=4)(draws.draw_noise)
+# What the arms of a draw share is drawn and carried once, in micro-batches of up to half as many.
+KEPT = 16
+_noise = lru_cache(maxsize=KEPT)(draws.draw_noise)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=KEPT)
 def _carried(
     seed: int,
     image: str,
@@ -98,15 +99,18 @@ def measure_cell(
     parts: Mapping[str, Sequence[torch.nn.Parameter]],
     tick: Callable[[], None],
     sketcher: sketch.CountSketch | None = None,
+    micro_batch: int = 1,
 ) -> measure.Cell:
     """Gradients of all arms of one picture in one bin, reduced to their inner products, and with a
     sketcher to sketches as well.
 
-    count is the number of draws D: at least 2, or 1 with a sketcher. parts groups the trainable
-    parameters, "A" and "B" of a LoRA, say. tick is called after every gradient and may raise to
-    stop.
+    count is the number of draws. So many of them (micro_batch) share a forward, and their mean is
+    what the cell counts as a draw: D = count / micro_batch is at least 2, or 1 with a sketcher.
+    parts groups the trainable parameters, "A" and "B" of a LoRA, say. tick is called after every
+    gradient and may raise to stop.
     """
-    check_count(count, sketcher is not None)
+    check_count(count, micro_batch, sketcher is not None)
+    count //= micro_batch
     blocks = sketch.blocks_of(count) if sketcher else 0
     names = list(subject.latents)
     parameters = [parameter for part in parts.values() for parameter in part]
@@ -122,7 +126,14 @@ def measure_cell(
         for index, arm in enumerate(names):
             losses[index] += (
                 draw_gradient(
-                    subject, arm, sigma_bin, draw, seed, shared, velocity, parameters,
+                    subject,
+                    arm,
+                    sigma_bin,
+                    range(draw * micro_batch, (draw + 1) * micro_batch),
+                    seed,
+                    shared,
+                    velocity,
+                    parameters,
                     vectors[index],
                 )
                 / count
@@ -156,46 +167,68 @@ def measure_cell(
     )
 
 
-def check_count(count: int, sketched: bool) -> None:
+def check_count(count: int, micro_batch: int, sketched: bool) -> None:
     """Raise ValueError for a number of draws that the cells cannot be measured with."""
-    if count < 2 and not sketched:
+    if micro_batch < 1:
+        raise ValueError(f"micro_batch is {micro_batch}: take 1 or more")
+    least = micro_batch * (1 if sketched else 2)
+    if count < least:
+        together = f", and micro_batch {micro_batch} makes one of {micro_batch}" * (micro_batch > 1)
         raise ValueError(
-            f"draws is {count}: a debiased cosine needs at least 2 draws; one draw a picture is "
-            "for the population of pictures, which needs a sketch"
+            f"draws is {count}{together}: a debiased cosine needs at least 2 draws; one draw a "
+            f"picture is for the population of pictures, which needs a sketch: take {least} or more"
         )
-    if sketched:
-        sketch.blocks_of(count)
+    blocks = sketch.BLOCKS if sketched and count > sketch.BLOCKS * micro_batch else 1
+    unit = blocks * micro_batch
+    if count % unit:
+        lower = count - count % unit
+        takes = " or ".join(str(n) for n in (lower, lower + unit) if n >= least)
+        raise ValueError(
+            f"draws is {count}: with micro_batch {micro_batch}{' and a sketch' * (blocks > 1)} "
+            f"they are a multiple of {unit}, so take {takes}"
+        )
 
 
 def draw_gradient(
     subject: Subject,
     arm: str,
     sigma_bin: draws.Bin,
-    draw: int,
+    batch: Sequence[int],
     seed: int,
     shared: bool,
     velocity: Velocity,
     parameters: Sequence[torch.nn.Parameter],
     out: torch.Tensor,
 ) -> float:
-    """Gradient of one draw's loss in an arm, flattened into out [P]; returns the loss.
+    """Gradient of an arm's mean loss over a micro-batch, the draws of these numbers, flattened into
+    out [P]; returns the loss.
 
     Raises ValueError when either is not finite.
     """
     latent, native, parsed = subject.latents[arm], subject.latents["src"], arms.Arm.parse(arm)
-    sigma = subject.sigma(parsed, draws.draw_sigma(seed, subject.image, sigma_bin, draw))
-    noise = arm_noise(
-        seed, subject.image, sigma_bin, draw, arm, native.shape, tuple(latent.shape[-2:]), shared
-    ).to(latent.device)
-    z = draws.noised(latent, noise, sigma)
-    predicted = predict(velocity, z, sigma, subject.context, parsed.rotary, native)
+    grid = tuple(latent.shape[-2:])
+    sigmas = [
+        subject.sigma(parsed, draws.draw_sigma(seed, subject.image, sigma_bin, draw))
+        for draw in batch
+    ]
+    noises = [
+        arm_noise(seed, subject.image, sigma_bin, draw, arm, native.shape, grid, shared)
+        for draw in batch
+    ]
+    noise = torch.cat(noises).to(latent.device)
+    z = torch.cat(
+        [draws.noised(latent, one[None], sigma) for one, sigma in zip(noise, sigmas, strict=True)]
+    )
+    contexts = [subject.context] * len(batch)
+    predicted = predict(velocity, z, sigmas, contexts, parsed.rotary, native)
     loss = draws.velocity_loss(predicted, latent, noise, subject.weights[arm])
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
     torch.cat([gradient.reshape(-1).float() for gradient in gradients], out=out)
     if not (torch.isfinite(loss) and torch.isfinite(out.sum())):
         raise ValueError(
-            f"the loss or the gradient of arm {arm} is not finite at sigma {sigma:.3f}: "
-            "use a compute precision with more range (bf16 or fp32)"
+            f"the loss or the gradient of arm {arm} is not finite at sigma "
+            f"{', '.join(f'{sigma:.3f}' for sigma in sigmas)}: use a compute precision with more "
+            "range (bf16 or fp32)"
         )
     return loss.item()
 
@@ -203,17 +236,17 @@ def draw_gradient(
 def predict(
     velocity: Velocity,
     z: torch.Tensor,
-    sigma: float,
-    context: Any,
+    sigmas: Sequence[float],
+    contexts: Sequence[Any],
     mode: str | None,
     native: torch.Tensor,
 ) -> torch.Tensor:
-    """Velocity of z, under the rotary alignment of this mode, if any, to the grid of a native
-    latent."""
+    """Velocity of z [B, C, ..., H, W], each sample at its sigma and in its context, under the
+    rotary alignment of this mode, if any, to the grid of a native latent."""
     if mode is None:
-        return velocity(z, sigma, context)
+        return velocity(z, sigmas, contexts)
     alignment = rotary.Alignment(mode, tuple(native.shape[-2:]))
-    return velocity(z, sigma, context, rotary=alignment)
+    return velocity(z, sigmas, contexts, rotary=alignment)
 
 
 def inner_products(rows: torch.Tensor) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import comfy.model_base
@@ -38,6 +38,8 @@ class Family:
     longest         most tokens on an edge that its position table holds; None without a limit
     kept            what its blocks keep for the backward, over what the Linears that take a LoRA
                     tell
+    alone           whether its forward takes one sample at a time, from the diffusion model and the
+                    names of what it is given of a conditioning
     """
 
     name: str
@@ -47,6 +49,7 @@ class Family:
     overwritten: str | None = None
     longest: Callable[[torch.nn.Module], int | None] = lambda network: None
     kept: float = 1.0
+    alone: Callable[[torch.nn.Module, Collection[str]], bool] = lambda network, given: False
 
 
 def _flux_text(network: torch.nn.Module) -> Text:
@@ -123,6 +126,11 @@ def _pixeldit_text(network: torch.nn.Module) -> Text:
     return (1, 1, network.txt_embed_dim), {}
 
 
+def _hunyuan_alone(network: torch.nn.Module, given: Collection[str]) -> bool:
+    # Its forward has one mask, and a mean flow one second time, for all samples.
+    return network.time_r_in is not None or "attention_mask" in given
+
+
 _FLUX = r"^double_blocks\.\d+\.img_(attn|mlp)\.|^single_blocks\.\d+\.linear[12]$"
 _KANDINSKY5 = r"^visual_transformer_blocks\.\d+\.(self_attention|cross_attention|feed_forward)\."
 
@@ -132,8 +140,8 @@ FAMILIES = {
     "Flux2": Family("Flux 2", 1, _FLUX, _flux_text),
     "LongCatImage": Family("LongCat-Image", 2, _FLUX, _flux_text),
     "Chroma": Family("Chroma", 2, _FLUX, _flux_text),
-    "HunyuanVideo": Family("HunyuanVideo", 2, _FLUX, _hunyuan_text),
-    "HunyuanImage21": Family("HunyuanImage 2.1", 1, _FLUX, _hunyuan_text),
+    "HunyuanVideo": Family("HunyuanVideo", 2, _FLUX, _hunyuan_text, alone=_hunyuan_alone),
+    "HunyuanImage21": Family("HunyuanImage 2.1", 1, _FLUX, _hunyuan_text, alone=_hunyuan_alone),
     "SD3": Family(
         "SD 3",
         2,
@@ -253,7 +261,9 @@ def _unlisted(kind: str, network: torch.nn.Module) -> Family:
             f"MODEL is a {kind}, a family this version does not know, and its patch or its blocks "
             f"cannot be told: use one of {', '.join(f.name for f in FAMILIES.values())}"
         )
-    return Family(kind, edges.pop(), rf"^({'|'.join(map(re.escape, lists))})\.\d+\.")
+    targets = rf"^({'|'.join(map(re.escape, lists))})\.\d+\."
+    # Whether its forward keeps the samples of a batch apart has not been looked at.
+    return Family(kind, edges.pop(), targets, alone=lambda network, given: True)
 
 
 def blocks(network: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -35,10 +35,16 @@ class Settings(Protocol):
 
 
 def needed(
-    model: Any, training_set: arms.TrainingSet, options: Settings, copies: int, dense: bool
+    model: Any,
+    training_set: arms.TrainingSet,
+    options: Settings,
+    copies: int,
+    dense: bool,
+    batch: int = 1,
 ) -> float:
     """Bytes that a run on a MODEL needs beside its weights: the activations of its largest picture,
-    the weights that its backward holds, and so many float32 copies of the adapter.
+    once for each of the samples that share a forward (batch), the weights that its backward holds,
+    and so many float32 copies of the adapter.
 
     dense says that the adapter forms Delta W, as LoHa and LoKr do.
     """
@@ -48,7 +54,7 @@ def needed(
     linears = families.linears(network)
     targets = adapter.match_targets(linears, families.targets_of(family, options.targets))
     return (
-        activation_bytes(network, family, tokens, dtype, options.checkpointing)
+        batch * activation_bytes(network, family, tokens, dtype, options.checkpointing)
         + weight_bytes(network, targets if dense else [], dtype, options.checkpointing)
         + FLOAT32 * copies * adapter.lora_size(linears, targets, options.rank)
     )

@@ -131,9 +131,10 @@ class Session:
         Left in place, autograd itself raises for a write that would spoil a gradient.
         """
         with torch.no_grad():
-            plain = self.velocity(latent, 0.5, conditioning)
+            plain = self.velocity(latent, [0.5], [conditioning])
         # A latent that asks for a gradient puts every activation in the graph, as an adapter would.
-        converted = self.velocity(latent.clone().requires_grad_(), 0.5, conditioning).detach()
+        asking = latent.clone().requires_grad_()
+        converted = self.velocity(asking, [0.5], [conditioning]).detach()
         if not torch.equal(plain, converted):
             self.additions.enabled = False
 

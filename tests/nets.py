@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from demotion import probe, train
 
 
 class TinyFlow(torch.nn.Module):
-    """Velocity of a latent [B, 4, H, W]: two pointwise layers that see sigma."""
+    """Velocity of latents [B, 4, H, W] at their sigmas: two pointwise layers that see sigma."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -16,11 +18,17 @@ class TinyFlow(torch.nn.Module):
         self.first = torch.nn.Linear(5, 8)
         self.second = torch.nn.Linear(8, 4)
 
-    def forward(self, z: torch.Tensor, sigma: float, context: object = None) -> torch.Tensor:
+    def forward(
+        self, z: torch.Tensor, sigmas: Sequence[float], contexts: Sequence[object] = ()
+    ) -> torch.Tensor:
         rows = z.movedim(1, -1)
-        level = torch.full_like(rows[..., :1], sigma)
+        level = torch.tensor(sigmas).view(-1, 1, 1, 1).expand_as(rows[..., :1])
         hidden = torch.tanh(self.first(torch.cat([rows, level], -1)))
         return self.second(hidden).movedim(-1, 1)
+
+    def signature(self, context: object, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Samples of one shape share a forward."""
+        return tuple(shape)
 
 
 def latent(seed: int, grid: tuple[int, int]) -> torch.Tensor:

@@ -87,5 +87,5 @@ def test_the_model_denoises_better_than_channel_by_channel_linear_prediction(mod
     with session.open_session(model) as live, torch.no_grad():
         conditioning = text.zero_conditioning(model.model)
         z = (1 - sigma) * latents + sigma * noise
-        velocity = torch.cat([live.velocity(one[None], sigma, conditioning) for one in z])
+        velocity = torch.cat([live.velocity(one[None], [sigma], [conditioning]) for one in z])
     assert (velocity - (noise - latents)).pow(2).mean() < 0.6 * linear.mean()

@@ -47,7 +47,7 @@ def velocity(patcher, weights: adapter.Weights | None = None) -> torch.Tensor:
     with session.open_session(patcher) as live:
         if weights is not None:
             adapter.Adapter(live.network, weights)
-        return live.velocity(z, 0.5, text.zero_conditioning(patcher.model)).detach()
+        return live.velocity(z, [0.5], [text.zero_conditioning(patcher.model)]).detach()
 
 
 def assert_means_the_same(model, path, caplog) -> adapter.Weights:
@@ -161,7 +161,7 @@ def test_slices_of_a_fused_weight_become_one_adapter_of_which_only_they_train(
     with session.open_session(model) as live:
         made = adapter.Adapter(live.network, weights)
         z = draws.noised(LATENT, NOISE, 0.5)
-        loss = live.velocity(z, 0.5, text.zero_conditioning(model.model)).square().mean()
+        loss = live.velocity(z, [0.5], [text.zero_conditioning(model.model)]).square().mean()
         qkv, linear1 = torch.autograd.grad(loss, made.parts["B"])
     trained = torch.zeros(384, 4, dtype=torch.bool)
     trained[:128, :2] = trained[256:, 2:] = True

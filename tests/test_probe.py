@@ -16,9 +16,9 @@ def parts(model):
     return {"A": [model.first.weight], "B": [model.second.weight]}
 
 
-def cell(model, count=5, shared=True, seed=7, subject=None, tick=lambda: None):
+def cell(model, count=5, shared=True, seed=7, subject=None, tick=lambda: None, **others):
     return probe.measure_cell(
-        subject or nets.subject(1), BIN, count, seed, shared, model, parts(model), tick
+        subject or nets.subject(1), BIN, count, seed, shared, model, parts(model), tick, **others
     )
 
 
@@ -35,7 +35,8 @@ def brute_force(model, subject, count, seed):
             )
             model.zero_grad()
             z = draws.noised(latent, noise, sigma)
-            draws.velocity_loss(model(z, sigma), latent, noise).backward()
+            weights = subject.weights[arm]
+            draws.velocity_loss(model(z, [sigma]), latent, noise, weights).backward()
             row.append(
                 torch.cat([p.grad.reshape(-1).clone() for ps in parts(model).values() for p in ps])
             )
@@ -119,9 +120,9 @@ def test_a_sketch_changes_nothing_else_of_a_cell():
 def test_a_shifted_arm_is_the_demoted_one_at_another_sigma():
     model, asked = nets.TinyFlow(), []
 
-    def velocity(z, sigma, context):
-        asked.append((z.detach(), sigma))
-        return model(z, sigma)
+    def velocity(z, sigmas, contexts):
+        asked.append((z.detach(), *sigmas))
+        return model(z, sigmas)
 
     plain = nets.subject(1)
     latents = {**plain.latents, "shifted:6": plain.latents["demote:6"]}
@@ -139,20 +140,87 @@ def test_a_shifted_arm_is_the_demoted_one_at_another_sigma():
 def test_at_the_endpoint_the_model_is_given_the_noise_and_sigma_one():
     model, asked = nets.TinyFlow(), []
 
-    def velocity(z, sigma, context):
-        asked.append((z.detach(), sigma))
-        return model(z, sigma)
+    def velocity(z, sigmas, contexts):
+        asked.append((z.detach(), *sigmas))
+        return model(z, sigmas)
 
     subject = nets.subject(1)
-    probe.measure_cell(
-        subject, draws.ENDPOINT, 2, 7, True, velocity, parts(model), lambda: None
-    )
+    probe.measure_cell(subject, draws.ENDPOINT, 2, 7, True, velocity, parts(model), lambda: None)
     assert {sigma for _, sigma in asked} == {1.0}
     native = subject.latents["src"].shape
     for (z, _), arm in zip(asked, subject.latents):
         grid = tuple(subject.latents[arm].shape[-2:])
         noise = probe.arm_noise(7, subject.image, draws.ENDPOINT, 0, arm, native, grid, True)
         assert torch.equal(z, noise)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_micro_batch_counts_as_one_draw_of_the_mean_of_its_gradients(masked):
+    model, subject, calls = nets.TinyFlow(), nets.subject(1), []
+    if masked:
+        weights = {arm: torch.rand(latent.shape[-2:]) for arm, latent in subject.latents.items()}
+        subject = probe.Subject(subject.image, subject.latents, weights)
+
+    def velocity(z, sigmas, contexts):
+        calls.append((len(z), len(sigmas), len(contexts)))
+        return model(z, sigmas, contexts)
+
+    measured = probe.measure_cell(
+        subject, BIN, 12, 7, True, velocity, parts(model), lambda: None, micro_batch=3
+    )
+    singles = brute_force(model, subject, 12, 7)
+    means = singles.reshape(4, 3, *singles.shape[1:]).mean(1)
+    assert measured.counts == (2, 2)
+    assert calls == [(3, 3, 3)] * 4 * len(subject.latents)
+    gram, products = measured.pooled()
+    np.testing.assert_allclose(gram, means.sum(0) @ means.sum(0).T, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(
+        products, np.einsum("dap,dbp->ab", means, means), rtol=1e-5, atol=1e-9
+    )
+    assert measured.losses == pytest.approx(
+        probe.measure_cell(subject, BIN, 12, 7, True, model, parts(model), lambda: None).losses
+    )
+
+
+def test_micro_batches_leave_the_debiased_products_unbiased():
+    """They are the mean over all pairs of draws from different micro-batches, so no draw is
+    multiplied with itself or with one that shared its forward."""
+    model = nets.TinyFlow()
+    measured = cell(model, 12, micro_batch=3)
+    gradients = brute_force(model, nets.subject(1), 12, 7)
+    pairs = [(i, j) for i in range(12) for j in range(12) if i // 3 != j // 3]
+    products = np.mean([gradients[i] @ gradients[j].T for i, j in pairs], axis=0)
+    found = cosine.debias(*measured.pooled(), measured.count)
+    np.testing.assert_allclose(found, products, rtol=1e-4, atol=1e-9)
+
+
+def test_a_sketch_of_micro_batches_is_that_of_their_means():
+    model = nets.TinyFlow()
+    exact = sketcher(model)
+    measured = cell(model, 8, sketcher=exact, micro_batch=2)
+    assert measured.block_counts == (1, 1, 1, 1)
+    whole = measured.sketches.sum(0).astype(np.float64)
+    np.testing.assert_allclose(whole @ whole.T, measured.pooled()[0], rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("count", "micro_batch", "sketched", "refusal"),
+    [
+        (4, 4, False, "draws is 4, .* makes one of 4: .* at least 2 draws; .*: take 8 or more"),
+        (6, 4, False, "draws is 6, .*: take 8 or more"),
+        (10, 4, False, "draws is 10: with micro_batch 4 they are a multiple of 4, so take 8 or 12"),
+        (4, 0, False, "micro_batch is 0: take 1 or more"),
+        (3, 4, True, "draws is 3, .*: take 4 or more"),
+        (20, 4, True, "draws is 20: .* and a sketch they are a multiple of 16, so take 16 or 32"),
+    ],
+)
+def test_a_number_of_draws_that_makes_no_equal_micro_batches_is_refused_with_the_remedy(
+    count, micro_batch, sketched, refusal
+):
+    model = nets.TinyFlow()
+    used = sketcher(model, 8) if sketched else None
+    with pytest.raises(ValueError, match=refusal):
+        cell(model, count, sketcher=used, micro_batch=micro_batch)
 
 
 def test_an_arm_equal_to_src_shares_its_noise_and_null_does_not():

@@ -81,7 +81,7 @@ def enlarged_probe(live) -> adapter.Weights:
 
 
 def loss_and_gradient(live, conditioning, parameters):
-    loss = draws.velocity_loss(live.velocity(Z, 0.6, conditioning), LATENT, NOISE)
+    loss = draws.velocity_loss(live.velocity(Z, [0.6], [conditioning]), LATENT, NOISE)
     gradient = torch.autograd.grad(loss, parameters)
     return gradient, torch.sqrt(sum((part.double() ** 2).sum() for part in gradient))
 
@@ -114,11 +114,11 @@ def test_a_training_adapter_starts_as_the_quantised_base(load, form, kind):
     model = load(form)
     conditioning = text.zero_conditioning(model.model)
     with session.open_session(model) as live:
-        base = live.velocity(Z, 0.6, conditioning).detach()
+        base = live.velocity(Z, [0.6], [conditioning]).detach()
         zero = adapter.zero_weights(*targets(live), rank=2, alpha=2, seed=0, kind=kind)
         parameters = adapter.Adapter(live.network, zero).parameters
         assert {parameter.dtype for parameter in parameters} == {torch.float32}
-        adapted = live.velocity(Z, 0.6, conditioning).detach()
+        adapted = live.velocity(Z, [0.6], [conditioning]).detach()
         assert (adapted - base).abs().max() == 0
 
 
@@ -146,7 +146,7 @@ def test_gradient_is_the_finite_difference_of_the_native_forward(comfy, load, fo
                 values = linear.weight.detach().dequantize().double()
                 moved = values + adapter.lora(down, up, factors.alpha).delta()
                 linear.weight = torch.nn.Parameter(moved.float(), requires_grad=False)
-            velocity = live.velocity(Z, 0.6, conditioning).double()
+            velocity = live.velocity(Z, [0.6], [conditioning]).double()
         return draws.velocity_loss(velocity, LATENT.double(), NOISE.double()).item()
 
     quotients = [(loss_at(h) - loss_at(-h)) / (2 * h) for h in (4e-3, 2e-3)]
@@ -165,7 +165,7 @@ def own_quotient(live, conditioning, step: float):
         start = [parameter.clone() for parameter in parameters]
         for parameter, part in zip(parameters, gradient):
             parameter.add_(part / norm, alpha=size)
-        velocity = live.velocity(Z, 0.6, conditioning).double()
+        velocity = live.velocity(Z, [0.6], [conditioning]).double()
         for parameter, value in zip(parameters, start):
             parameter.copy_(value)
         return draws.velocity_loss(velocity, LATENT.double(), NOISE.double()).item()
@@ -236,7 +236,7 @@ def test_a_lora_does_what_comfyuis_bypass_does_on_a_quantised_base(comfy, load, 
     with session.open_session(model) as live:
         weights = enlarged_probe(live)
         adapter.Adapter(live.network, weights)
-        ours = live.velocity(Z, 0.6, conditioning).detach()
+        ours = live.velocity(Z, [0.6], [conditioning]).detach()
     bypassed, _ = comfy.sd.load_bypass_lora_for_models(model, None, weights.tensors(), 1.0, 0.0)
     theirs = native_velocity(comfy, bypassed, Z, 0.6, conditioning)
     bypassed.cleanup()
@@ -249,10 +249,10 @@ def test_dora_is_refused_where_it_cannot_compute_and_starts_as_the_base_elsewher
     model = load("float8_e4m3fn")
     conditioning = text.zero_conditioning(model.model)
     with session.open_session(model) as live:
-        base = live.velocity(Z, 0.6, conditioning).detach()
+        base = live.velocity(Z, [0.6], [conditioning]).detach()
         zero = adapter.zero_weights(*targets(live), rank=2, alpha=2, seed=0, kind="DoRA")
         adapter.Adapter(live.network, zero)
-        assert (live.velocity(Z, 0.6, conditioning).detach() - base).abs().max() == 0
+        assert (live.velocity(Z, [0.6], [conditioning]).detach() - base).abs().max() == 0
     with session.open_session(load("stored float8")) as live:
         with pytest.raises(ValueError, match="stored in torch.float8_e4m3fn: load the model in"):
             adapter.Adapter(live.network, zero)

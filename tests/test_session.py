@@ -72,7 +72,7 @@ def gradients(live, conditioning):
 
 
 def _gradient(live, parameters, conditioning, latent=LATENT, noise=NOISE):
-    predicted = live.velocity(draws.noised(latent, noise, 0.5), 0.5, conditioning)
+    predicted = live.velocity(draws.noised(latent, noise, 0.5), [0.5], [conditioning])
     return torch.autograd.grad(draws.velocity_loss(predicted, latent, noise), parameters)
 
 

@@ -9,6 +9,7 @@ COLUMNS = {
     "gradient": "difference quotient / gradient",
     "across": "across it / |gradient|",
     "checkpoint": "checkpointing",
+    "batch": "batch of 3: velocity, gradient",
     "rotary": "rotary door",
 }
 LINES: dict[str, dict[str, str]] = {}

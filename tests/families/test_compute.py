@@ -38,7 +38,7 @@ def test_forward_in_a_precision_is_comfyuis_own_in_it(comfy, toy, compute):
     z = draws.noised(latent, noise, SIGMA)
     with session.open_session(model, compute) as live:
         live.check_additions(latent, conditioning)
-        ours = live.velocity(z, SIGMA, conditioning).detach()
+        ours = live.velocity(z, [SIGMA], [conditioning]).detach()
     with torch.inference_mode(False):
         native = model.clone(force_deepcopy=True, disable_dynamic=True)
     native.set_model_compute_dtype(session.COMPUTE[compute])
@@ -67,7 +67,7 @@ def test_small_gradients_do_not_vanish_in_fp16(toy):
         with session.open_session(model, compute) as live:
             live.check_additions(latent, conditioning)
             parameters = live.adapt(lora(live)).parameters
-            predicted = live.velocity(draws.noised(latent, noise, SIGMA), SIGMA, conditioning)
+            predicted = live.velocity(draws.noised(latent, noise, SIGMA), [SIGMA], [conditioning])
             loss = ((predicted - predicted.detach() + 1e-4) ** 2).mean()
             found[compute] = torch.autograd.grad(loss, parameters)
     assert distance(found["fp16"], found["fp32"]) < 0.02
@@ -103,13 +103,13 @@ def test_streams_have_no_buffer_that_a_later_weight_would_overwrite(comfy, toy):
         comfy.model_management.NUM_STREAMS = before
 
 
-def test_checkpointing_keeps_less_than_half(toy):
+def test_checkpointing_keeps_less_than_half_and_two_samples_twice_as_much(toy):
     from pack.host import families, memory, session
 
     model, _, _, conditioning = toy
     latent = torch.randn(1, 16, 32, 32, generator=torch.Generator().manual_seed(0))
     kept = {}
-    for checkpointing in (False, True):
+    for checkpointing, count in ((False, 1), (True, 1), (False, 2)):
         with session.open_session(model, checkpointing=checkpointing) as live:
             live.check_additions(latent, conditioning)
             formula = memory.activation_bytes(
@@ -126,10 +126,12 @@ def test_checkpointing_keeps_less_than_half(toy):
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                live.velocity(latent, SIGMA, conditioning)
-            kept[checkpointing] = sum(saved.values())
-    assert kept[True] < kept[False] / 2
-    assert kept[False] == pytest.approx(formula, rel=0.5)
+                samples = latent.expand(count, -1, -1, -1)
+                live.velocity(samples, [SIGMA] * count, [conditioning] * count)
+            kept[checkpointing, count] = sum(saved.values())
+    assert kept[True, 1] < kept[False, 1] / 2
+    assert kept[False, 1] == pytest.approx(formula, rel=0.5)
+    assert kept[False, 2] == pytest.approx(2 * kept[False, 1], rel=0.1)
 
 
 def test_an_overwritten_input_of_a_checkpointed_block_is_an_error_not_a_gradient():

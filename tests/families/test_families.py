@@ -17,7 +17,7 @@ import torch
 from family_toys import TOYS
 from native import native_velocity
 
-from demotion import adapter, draws, gate, probe, train
+from demotion import adapter, draws, gate, probe, states, train
 
 SIGMA = 0.6
 
@@ -68,7 +68,7 @@ def targets(session):
 
 def gradient(live, parameters, latent, noise, conditioning, sigma=SIGMA):
     z = draws.noised(latent, noise, sigma)
-    loss = draws.velocity_loss(live.velocity(z, sigma, conditioning), latent, noise)
+    loss = draws.velocity_loss(live.velocity(z, [sigma], [conditioning]), latent, noise)
     return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
 
 
@@ -89,10 +89,10 @@ def test_forward_is_comfyuis_own(comfy, toy, line):
     z = draws.noised(latent, noise, SIGMA)
     with session.open_session(model) as live:
         live.check_additions(latent, conditioning)
-        plain = live.velocity(z, SIGMA, conditioning).detach()
+        plain = live.velocity(z, [SIGMA], [conditioning]).detach()
         zero = adapter.zero_weights(*targets(live), rank=2, alpha=2, seed=0)
         live.adapt(zero)
-        adapted = live.velocity(z, SIGMA, conditioning).detach()
+        adapted = live.velocity(z, [SIGMA], [conditioning]).detach()
     native = native_velocity(comfy, model, z, SIGMA, conditioning)
     line["forward"] = f"{max((v - native).abs().max() for v in (plain, adapted)):.0g}"
     assert native.std() > 0.01
@@ -119,7 +119,7 @@ def test_no_grid_of_whole_patches_is_padded(comfy, toy, monkeypatch):
         *latent.shape[:-2], 7 * patch, 5 * patch, generator=torch.Generator().manual_seed(1)
     )
     with session.open_session(model) as live, torch.no_grad():
-        assert live.velocity(z, SIGMA, conditioning).shape == z.shape
+        assert live.velocity(z, [SIGMA], [conditioning]).shape == z.shape
 
 
 def test_gradient_is_the_finite_difference_of_the_native_forward(comfy, toy, line):
@@ -208,6 +208,45 @@ def test_checkpointing_changes_a_gradient_by_rounding_at_most(toy, line):
     assert apart < 1e-5
 
 
+def test_samples_that_share_a_forward_have_the_velocities_and_the_mean_gradient_of_singles(
+    toy, line
+):
+    """Of a batch at three sigmas, with three noises and captions of one length."""
+    from pack.host import families, session
+
+    kind, model, *_ = toy
+    sigmas = [0.3, 0.6, 0.85]
+    generator = torch.Generator().manual_seed(7)
+    latents, noises = torch.randn(2, 3, 1, *TOYS[kind].latent, generator=generator)
+    captions = [TOYS[kind].conditioning(model, seed) for seed in range(3)]
+    z = torch.cat([draws.noised(*sample) for sample in zip(latents, noises, sigmas)])
+    with session.open_session(model) as live:
+        live.check_additions(latents[0], captions[0])
+        parameters = live.adapt(lora(live)).parameters
+        signatures = {live.velocity.signature(caption, z[:1].shape) for caption in captions}
+        if kind not in families.FAMILIES and live.family.alone(live.network, ()):
+            assert len(signatures) == 3
+            with pytest.raises(ValueError, match="3 samples of a .* cannot share a forward"):
+                live.velocity(z, sigmas, captions)
+            line["batch"] = "one sample a forward"
+            return
+        assert len(signatures) == 1
+        together = live.velocity(z, sigmas, captions)
+        loss = draws.velocity_loss(together, latents.flatten(0, 1), noises.flatten(0, 1))
+        batch = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        singles, apart = [], []
+        for index, (own, alone) in enumerate(zip(z, together.detach())):
+            sample = latents[index], noises[index], captions[index], sigmas[index]
+            singles.append(gradient(live, parameters, *sample))
+            velocity = live.velocity(own[None], [sigmas[index]], [captions[index]]).detach()[0]
+            apart.append(((alone - velocity).norm() / velocity.norm()).item())
+    mean = [sum(parts) / 3 for parts in zip(*singles)]
+    line["batch"] = f"{max(apart):.0e}, {distance(batch, mean):.0e}"
+    assert max(apart) < 1e-5
+    assert distance(batch, mean) < 1e-4
+    assert distance(singles[0], singles[1]) > 0.1
+
+
 def test_a_batch_is_the_mean_of_its_singles_and_captions_stay_with_their_pictures(toy, tmp_path):
     """A step of the trainer on two pictures against the gradients of its two samples."""
     from pack.host import session
@@ -222,7 +261,7 @@ def test_a_batch_is_the_mean_of_its_singles_and_captions_stay_with_their_picture
         live.check_additions(latent, conditioning)
         parameters = live.adapt(lora(live)).parameters
         batch = [torch.zeros_like(parameter) for parameter in parameters]
-        order = train._Order([1, 1], settings.seed)
+        order = train.Order([1, 1], settings.seed)
         singles = []
         for sample in range(2):
             sigma = 1 - draws.stream("train sigma", settings.seed, 0, sample).random()
@@ -236,7 +275,13 @@ def test_a_batch_is_the_mean_of_its_singles_and_captions_stay_with_their_picture
         for parameter, total in zip(parameters, batch):
             parameter.register_hook(total.add_)
         train.train(
-            pupils, closed, settings, live.velocity, parameters, tmp_path / "state", lambda loss: 0
+            pupils,
+            closed,
+            settings,
+            live.velocity,
+            parameters,
+            states.States(tmp_path, keep=1),
+            lambda history: None,
         )
     mean = [(a + b) / 2 for a, b in zip(*singles)]
     assert distance(batch, mean) < 1e-6

@@ -31,7 +31,7 @@ def rows_seen(live, shape, conditioning):
     ]
     latent = torch.randn(1, *shape, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
-        velocity = live.velocity(latent, SIGMA, conditioning)
+        velocity = live.velocity(latent, [SIGMA], [conditioning])
     for hook in hooks:
         hook.remove()
     assert torch.isfinite(velocity).all()
@@ -75,7 +75,7 @@ def test_sigma_ends_where_the_schedule_does(toy):
     latent, noise = torch.randn(2, 1, *entry.latent, generator=torch.Generator().manual_seed(2))
     with session.open_session(model) as live, torch.no_grad():
         z = draws.noised(latent, noise, high)
-        assert torch.isfinite(live.velocity(z, high, entry.conditioning(model))).all()
+        assert torch.isfinite(live.velocity(z, [high], [entry.conditioning(model)])).all()
 
 
 NOT_FLOW = {

@@ -8,6 +8,7 @@ import operator
 import family_toys
 import pytest
 import torch
+from test_families import distance
 
 from demotion import rotary
 
@@ -81,7 +82,7 @@ class Family:
     def velocity(self, mode=None, sigma=SIGMA, native=None):
         alignment = mode and rotary.Alignment(mode, native or self.native)
         with torch.no_grad():
-            return self.live.velocity(self.latent(), sigma, self.conditioning, rotary=alignment)
+            return self.live.velocity(self.latent(), [sigma], [self.conditioning], rotary=alignment)
 
     def calls(self, mode=None, grid=None):
         """(first argument, table) of every call of the embedder in a forward, the image's last."""
@@ -92,7 +93,9 @@ class Family:
         alignment = mode and rotary.Alignment(mode, self.native)
         try:
             with torch.no_grad():
-                self.live.velocity(self.latent(grid), SIGMA, self.conditioning, rotary=alignment)
+                self.live.velocity(
+                    self.latent(grid), [SIGMA], [self.conditioning], rotary=alignment
+                )
         finally:
             handle.remove()
         return seen
@@ -126,6 +129,24 @@ def test_the_same_grid_and_no_noise_leave_the_native_forward_to_the_last_bit(fam
         assert torch.equal(plain, family.velocity(mode, native=family.shape[-2:]))
     clean = 1e-5
     assert torch.equal(family.velocity(sigma=clean), family.velocity("gated_yarn", clean))
+
+
+def test_samples_of_a_forward_are_aligned_as_they_are_alone(family):
+    if family.live.family.alone(family.live.network, ()):
+        pytest.skip("takes one sample a forward")
+    z = torch.cat([family.latent(), family.latent().flip(1)])
+    captions = [family.conditioning, family.toy.conditioning(family.model, seed=5)]
+
+    def velocity(mode, sigmas, which=slice(None)):
+        alignment = rotary.Alignment(mode, family.native)
+        with torch.no_grad():
+            return family.live.velocity(z[which], sigmas[which], captions[which], rotary=alignment)
+
+    for mode, sigmas in (("pi", [0.3, SIGMA]), ("yarn", [0.3, SIGMA]), ("gated_yarn", [SIGMA] * 2)):
+        singles = [velocity(mode, sigmas, slice(n, n + 1)) for n in range(2)]
+        assert distance(velocity(mode, sigmas), torch.cat(singles)) < 1e-5
+    with pytest.raises(ValueError, match="gated_yarn depends on sigma, .* one sample a forward"):
+        velocity("gated_yarn", [0.3, SIGMA])
 
 
 def test_each_mode_changes_the_forward_in_its_own_way(family, family_lines):
@@ -354,7 +375,7 @@ def test_a_model_whose_scale_depends_on_the_grid_is_refused(comfy):
 def input_gradient(live, family, mode):
     z = family.latent().requires_grad_()
     alignment = mode and rotary.Alignment(mode, family.native)
-    velocity = live.velocity(z, SIGMA, family.conditioning, rotary=alignment)
+    velocity = live.velocity(z, [SIGMA], [family.conditioning], rotary=alignment)
     return torch.autograd.grad(velocity.square().mean(), z)[0]
 
 
