@@ -117,7 +117,7 @@ class TrainingSet:
     a copy.
 
     arms lists the arms encoded for every on-route picture. Latents lie in the cache, named by what
-    they are made of.
+    they are made of. empty is the conditioning of an empty caption, or None where it is not known.
     """
 
     items: tuple[Item, ...]
@@ -127,6 +127,7 @@ class TrainingSet:
     codec: Codec
     cache: Path
     arms: tuple[Arm, ...] = ()
+    empty: Any = None
 
     def pixel_size(self, cells: grid.Grid) -> tuple[int, int]:
         """Pixels (height, width) of a grid of latent cells."""
@@ -198,10 +199,15 @@ def store_picture(pixels: np.ndarray, cache: Path) -> Path:
     """Keep a uint8 picture or mask in the cache under its content hash."""
     path = cache / "pictures" / f"{content_hash(pixels)}.png"
     if not path.exists():
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, format="png", compress_level=1)
-        measure.write_atomically(path, buffer.getvalue())
+        write_picture(pixels, path)
     return path
+
+
+def write_picture(pixels: np.ndarray, path: Path) -> None:
+    """Write uint8 pixels as PNG, atomically."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="png", compress_level=1)
+    measure.write_atomically(path, buffer.getvalue())
 
 
 def arm_pixels(training_set: TrainingSet, item: Item, arm: Arm) -> np.ndarray:

@@ -14,12 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 import scipy.fft
 import scipy.special
-import scipy.stats
 import torch
 
 Bin = tuple[float, float]
 # Sigma is exactly 1 there, and the model's input exactly the noise.
 ENDPOINT: Bin = (1.0, 1.0)
+LOSS = "velocity MSE"
+DENSITIES = ("uniform", "logit_normal", "shifted", "dynamic_shift")
+# Flux's dynamic shift: its logarithm is linear in tokens, through these two points (the values of
+# the published scheduler: base and maximum shift, base and maximum image sequence length).
+DYNAMIC_SHIFT = ((256, 0.5), (4096, 1.15))
 
 
 def stream(*name: object) -> np.random.Generator:
@@ -147,10 +151,12 @@ def velocity_loss(
 
 @dataclass(frozen=True)
 class SigmaDensity:
-    """Density of sigma in training: "uniform", "logit_normal" (mean, std) or "shifted" (shift).
+    """Density of sigma in training: "uniform", "logit_normal" (mean, std), "shifted" (shift) or
+    "dynamic_shift".
 
     "shifted" maps a uniform u to shift u / (1 + (shift - 1) u), which is how a flow model's own
-    schedule shift spreads its steps; shift 1 is uniform.
+    schedule shift spreads its steps; shift 1 is uniform. "dynamic_shift" is "shifted" by exp(mu),
+    mu linear in the tokens of a picture's native grid: `at` gives a picture's density.
     """
 
     name: str = "uniform"
@@ -159,9 +165,9 @@ class SigmaDensity:
     shift: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.name not in ("uniform", "logit_normal", "shifted"):
+        if self.name not in DENSITIES:
             raise ValueError(
-                f"sigma density '{self.name}' is unknown: use uniform, logit_normal or shifted"
+                f"sigma density '{self.name}' is unknown: use one of {', '.join(DENSITIES)}"
             )
         if self.std <= 0 or self.shift <= 0:
             raise ValueError(
@@ -169,22 +175,41 @@ class SigmaDensity:
                 f"got {self.std:g} and {self.shift:g}"
             )
 
+    def __str__(self) -> str:
+        return {
+            "uniform": "uniform",
+            "logit_normal": f"logit-normal({self.mean:g}, {self.std:g})",
+            "shifted": f"shifted by {self.shift:g}",
+            "dynamic_shift": "shifted by the tokens of each picture",
+        }[self.name]
+
+    def at(self, tokens: int) -> SigmaDensity:
+        """The density for a picture of so many native tokens: itself unless it depends on them."""
+        if self.name != "dynamic_shift":
+            return self
+        (few, low), (many, high) = DYNAMIC_SHIFT
+        mu = low + (high - low) * (tokens - few) / (many - few)
+        return SigmaDensity("shifted", shift=math.exp(mu))
+
     def quantile(self, u: float) -> float:
-        """Sigma below which a fraction u of the steps falls."""
+        """Sigma below which a fraction u of the steps falls. Raises ValueError for a density that
+        depends on the picture."""
         if self.name == "logit_normal":
-            return float(scipy.special.expit(self.mean + self.std * scipy.stats.norm.ppf(u)))
+            return float(scipy.special.expit(self.mean + self.std * scipy.special.ndtri(u)))
         return self._shift * u / (1 + (self._shift - 1) * u)
 
     def cdf(self, sigma: float) -> float:
-        """Fraction of the steps below sigma."""
+        """Fraction of the steps below sigma. Raises ValueError as `quantile` does."""
         if not 0 < sigma < 1:
             return float(sigma >= 1)
         if self.name == "logit_normal":
-            return float(
-                scipy.stats.norm.cdf((math.log(sigma / (1 - sigma)) - self.mean) / self.std)
-            )
+            return float(scipy.special.ndtr((math.log(sigma / (1 - sigma)) - self.mean) / self.std))
         return sigma / (self._shift - (self._shift - 1) * sigma)
 
     @property
     def _shift(self) -> float:
+        if self.name == "dynamic_shift":
+            raise ValueError(
+                "sigma density dynamic_shift depends on the picture: take it at(tokens)"
+            )
         return self.shift if self.name == "shifted" else 1.0

@@ -8,13 +8,14 @@ import torch
 from comfy_api.latest import io
 from PIL import Image
 
-from ..demotion import cosine, draws, measure, plots
+from ..demotion import cosine, draws, measure, plots, views
 from ..demotion import gap_map as maps
 from ..demotion import gate as gates
-from . import files, rotary, wires
+from . import files, live, rotary, wires
 from .training_set import TIER
 
 SPANS = ["always", "early", "late", "spread"]
+STEPS, MASS = "steps", "learning-rate mass"
 NO_DENSITY = "none"
 
 
@@ -104,7 +105,7 @@ class DebiasedCosine(io.ComfyNode):
             control=None if control == "none" else control,
             margin=margin,
         )
-        return io.NodeOutput(made, maps.summary(made))
+        return io.NodeOutput(made, maps.summary(made), ui=live.keep("map", views.map_view(made)))
 
 
 class PlotGapMap(files.NamedOutput):
@@ -182,7 +183,12 @@ class PlotGapMap(files.NamedOutput):
             saved += [pictures[-1], files.shown(f"{label} (SVG)", svg)]
             images.append(np.asarray(Image.open(png).convert("RGB"), dtype=np.float32) / 255)
         return io.NodeOutput(
-            torch.from_numpy(np.stack(images)), ui={"images": pictures, "files": saved}
+            torch.from_numpy(np.stack(images)),
+            ui={
+                "images": pictures,
+                "files": saved,
+                **live.keep("map", views.map_view(gap_map)),
+            },
         )
 
 
@@ -274,11 +280,15 @@ class GateFromGapMap(io.ComfyNode):
     @classmethod
     def execute(cls, gap_map: maps.GapMap) -> io.NodeOutput:
         made = gates.from_gap_map(gap_map)
-        return io.NodeOutput(made, gates.describe(made))
+        return io.NodeOutput(
+            made,
+            gates.describe(made),
+            ui=live.keep("gate", views.gate_view(made, gap_map)),
+        )
 
 
 class GateByHand(io.ComfyNode):
-    """A gate that nobody measured."""
+    """A gate that nobody measured, or one more rule behind those of another."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -286,7 +296,8 @@ class GateByHand(io.ComfyNode):
             node_id="DemotionGateByHand",
             display_name="Gate by Hand",
             category=wires.CATEGORY,
-            description="One window of sigma on one route, marked as not measured.",
+            description="One window of sigma on one route, marked as not measured. With a gate "
+            "connected the rule is added behind its own; the first that fits a sample decides.",
             inputs=[
                 io.Int.Input(
                     "native_tier",
@@ -335,10 +346,30 @@ class GateByHand(io.ComfyNode):
                     "Rotary alignment of a demoted step to its native grid: none, or one that "
                     "the model was measured with."
                 ),
+                io.Combo.Input(
+                    "span_by",
+                    options=[STEPS, MASS],
+                    default=STEPS,
+                    optional=True,
+                    advanced=True,
+                    tooltip="What early and late are shares of: the number of steps, or the sum "
+                    "of their learning rates.",
+                ),
+                wires.Gate.Input(
+                    "gate",
+                    optional=True,
+                    tooltip="A gate of the same native tier to add this rule to, as its last.",
+                ),
             ],
             outputs=[
-                wires.Gate.Output("gate", display_name="gate", tooltip="The gate."),
-                io.String.Output("text", display_name="text", tooltip="The gate in words."),
+                wires.Gate.Output(
+                    "made", display_name="gate", tooltip="The gate, with this rule as its last."
+                ),
+                io.String.Output(
+                    "text",
+                    display_name="text",
+                    tooltip="The gate in words, with rules that overlap or never apply named.",
+                ),
             ],
         )
 
@@ -352,8 +383,18 @@ class GateByHand(io.ComfyNode):
         span="always",
         span_fraction=0.5,
         rotary=rotary.NONE,
+        span_by=STEPS,
     ) -> bool | str:
-        values = (native_tier, target_tier, sigma_low, sigma_high, span, span_fraction, rotary)
+        values = (
+            native_tier,
+            target_tier,
+            sigma_low,
+            sigma_high,
+            span,
+            span_fraction,
+            rotary,
+            span_by,
+        )
         if None in values:
             return True  # linked values are checked when they are known
         for tier in (native_tier, target_tier):
@@ -375,9 +416,19 @@ class GateByHand(io.ComfyNode):
         span,
         span_fraction,
         rotary=rotary.NONE,
+        span_by=STEPS,
+        gate: gates.Gate | None = None,
     ) -> io.NodeOutput:
         made = _by_hand(
-            native_tier, target_tier, sigma_low, sigma_high, span, span_fraction, rotary
+            native_tier,
+            target_tier,
+            sigma_low,
+            sigma_high,
+            span,
+            span_fraction,
+            rotary,
+            span_by,
+            gate,
         )
         return io.NodeOutput(made, gates.describe(made))
 
@@ -390,9 +441,13 @@ def _by_hand(
     span: str,
     fraction: float,
     chosen: str,
+    span_by: str,
+    after: gates.Gate | None = None,
 ) -> gates.Gate:
-    named = span if span == "always" else f"{span}:{fraction:g}"
-    return gates.by_hand(native_tier, target_tier, (low, high), named, rotary.mode_of(chosen))
+    if span != "always":
+        span += f":{fraction:g}" + gates.BY_MASS * (span_by == MASS)
+    mode = rotary.mode_of(chosen)
+    return gates.by_hand(native_tier, target_tier, (low, high), span, mode, after)
 
 
 class SaveGate(files.NamedOutput):
@@ -453,7 +508,9 @@ class LoadGate(io.ComfyNode):
     @classmethod
     def execute(cls, file: str) -> io.NodeOutput:
         loaded = gates.Gate.load(files.saved_file("gates", file))
-        return io.NodeOutput(loaded, gates.describe(loaded))
+        return io.NodeOutput(
+            loaded, gates.describe(loaded), ui=live.keep("gate", views.gate_view(loaded))
+        )
 
 
 NODES = [

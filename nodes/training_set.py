@@ -208,6 +208,13 @@ class TrainingSet(io.ComfyNode):
                     tooltip="Ready conditioning instead of captions: one per picture, or one for "
                     "all.",
                 ),
+                io.Conditioning.Input(
+                    "empty_conditioning",
+                    optional=True,
+                    tooltip="What a sample is trained with when its caption is dropped. Without "
+                    "it: an empty caption through CLIP, or the zero token; with ready "
+                    "conditioning there is none.",
+                ),
             ],
             outputs=[
                 wires.TrainingSet.Output(
@@ -234,6 +241,7 @@ class TrainingSet(io.ComfyNode):
         repeats=None,
         clip=None,
         conditioning=None,
+        empty_conditioning=None,
     ) -> io.NodeOutput:
         model, native_tier, node_id = model[0], native_tier[0], cls.hidden.unique_id
         family = families.family_of(model.model)
@@ -249,22 +257,7 @@ class TrainingSet(io.ComfyNode):
         masks = _one_each(
             "masks", [mask for batch in masks for mask in batch] if masks else [None], count
         )
-        if conditioning:
-            given, said = (
-                _one_each("conditioning", conditioning, count),
-                "conditioning as connected",
-            )
-        elif clip:
-            given, said = (
-                text.encode_captions(clip[0], captions),
-                "captions through the text encoder",
-            )
-        else:
-            zero = text.zero_conditioning(model.model)
-            given, said = (
-                [zero] * count,
-                f"no text encoder: one zero token of width {zero[0][0].shape[-1]}",
-            )
+        given, empty, said = _texts(model, captions, clip, conditioning, empty_conditioning)
         cache = files.output_folder("cache")
         items = []
         for index, (picture, mask) in enumerate(zip(pictures, masks)):
@@ -289,11 +282,39 @@ class TrainingSet(io.ComfyNode):
                     conditioning=given[index],
                 )
             )
-        made = arms.TrainingSet(tuple(items), native_tier, codec.factor, family.patch, codec, cache)
+        made = arms.TrainingSet(
+            tuple(items), native_tier, codec.factor, family.patch, codec, cache, empty=empty
+        )
         made = arms.add_arm(made, arms.SRC, Progress(count, node_id, "pictures"))
         report = _report(made, said)
         tell(node_id, report)
         return io.NodeOutput(made, report)
+
+
+def _texts(
+    model, captions: list[str], clip: list | None, conditioning: list | None, emptied: list | None
+) -> tuple[list, list | None, str]:
+    """Conditioning of each caption, that of an empty one or None where it is unknown, and what
+    these are in words; clip, conditioning and emptied are as connected."""
+    if conditioning:
+        given, empty = _one_each("conditioning", conditioning, len(captions)), None
+        said = "conditioning as connected"
+    elif clip:
+        *given, empty = text.encode_captions(clip[0], [*captions, ""])
+        said = "captions through the text encoder"
+    else:
+        empty = text.zero_conditioning(model.model)
+        given = [empty] * len(captions)
+        said = f"no text encoder: one zero token of width {empty[0][0].shape[-1]}"
+    if emptied:
+        if len(emptied) > 1:
+            raise ValueError(
+                f"empty_conditioning has {len(emptied)} entries: connect a single one, which "
+                "serves all pictures"
+            )
+        (empty,) = emptied
+        text.check_plain(empty, "the empty caption")
+    return given, empty, said
 
 
 def _one_each(name: str, values: list, count: int) -> list:

@@ -80,6 +80,7 @@ DENSITIES = [
     draws.SigmaDensity(),
     draws.SigmaDensity("logit_normal", 0.5, 1.2),
     draws.SigmaDensity("shifted", shift=3.0),
+    draws.SigmaDensity("dynamic_shift").at(4096),
 ]
 
 
@@ -94,6 +95,35 @@ def test_logit_normal_is_what_it_says():
     assert density.cdf(0.5) == pytest.approx(0.5)
     upper = scipy.stats.norm.cdf(math.log(0.9 / 0.1))
     assert density.cdf(0.9) == pytest.approx(upper)
+
+
+def test_the_dynamic_shift_is_that_of_the_published_scheduler():
+    """Its logarithm is 0.5 at 256 tokens and 1.15 at 4096, and linear in between and beyond."""
+    density = draws.SigmaDensity("dynamic_shift")
+    for tokens, mu in ((256, 0.5), (4096, 1.15), (2176, 0.825), (8192, 1.15 + 0.65 * 4096 / 3840)):
+        at = density.at(tokens)
+        assert at.name == "shifted" and math.log(at.shift) == pytest.approx(mu, abs=1e-12)
+    # More tokens, more noise.
+    assert density.at(4096).quantile(0.5) > density.at(1024).quantile(0.5) > 0.5
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+def test_a_density_that_does_not_depend_on_tokens_is_the_same_at_all(density):
+    assert density.at(64) is density
+
+
+@pytest.mark.parametrize("ask", [lambda density: density.quantile(0.5), lambda d: d.cdf(0.5)])
+def test_a_density_that_depends_on_the_picture_has_no_numbers_without_one(ask):
+    with pytest.raises(ValueError, match="depends on the picture"):
+        ask(draws.SigmaDensity("dynamic_shift"))
+
+
+def test_shifting_logits_is_shifting_sigma():
+    """A logit-normal through the shift exp(mu) is the logit-normal of mean + mu."""
+    plain, moved = draws.SigmaDensity("logit_normal"), draws.SigmaDensity("logit_normal", 1.15)
+    shift = draws.SigmaDensity("shifted", shift=math.exp(1.15))
+    for u in (0.1, 0.5, 0.8):
+        assert moved.quantile(u) == pytest.approx(shift.quantile(plain.quantile(u)), abs=1e-12)
 
 
 @settings(max_examples=50)
