@@ -21,14 +21,17 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.transforms import blended_transform_factory
 from scipy import stats
 
-from . import verdict
+from . import compare, study, verdict
 from .arms import Arm
 from .draws import Bin, SigmaDensity
 from .gap_map import Gap, GapMap, arm_title, headline, is_route
+from .gate import Gate
+from .gate_cost import Forecast
 from .measure import write_atomically
 
 DPI = 100
@@ -54,6 +57,12 @@ SIGNS = {
 }
 NO_VERDICT = "\u2013"
 MARGIN = (0, (7, 4))
+# How LoRAs beside a first one are drawn: place among the colours, marker, dashes.
+ROLES = {
+    compare.SECOND: (0, "o", "-"),
+    compare.TWIN: (2, "s", (0, (5, 2))),
+    compare.OTHER_SEED: (1, "^", (0, (1, 1.5))),
+}
 
 
 @dataclass(frozen=True)
@@ -229,11 +238,17 @@ def draw(
     return {"heat": heat_figure, "checks": checks_figure}[figure](gap_map, theme)
 
 
-def loss_figure(losses: Sequence[float], demoted: Sequence[bool]) -> Figure:
-    """Training loss per step, its running mean, and a mark at every demoted step.
+def loss_figure(
+    losses: Sequence[float],
+    demoted: Sequence[int],
+    validation: Sequence[tuple[int, float]] = (),
+) -> Figure:
+    """Training loss per step, its running mean, validation losses, and a mark at every demoted
+    step.
 
-    losses   [T] loss of each step
-    demoted  [T] whether the step had a demoted sample
+    losses      [T] loss of each step
+    demoted     [T] samples of the step that were demoted
+    validation  (steps done, loss on held-out pictures)
     """
     look = THEMES["light"]
     figure = _figure(look, (1200, 600))
@@ -241,7 +256,7 @@ def loss_figure(losses: Sequence[float], demoted: Sequence[bool]) -> Figure:
     _style(axes, look)
     values, marks = np.asarray(losses, dtype=float), np.asarray(demoted, dtype=bool)
     steps = np.arange(1, len(values) + 1)
-    color, mark_color = look.routes[:2]
+    color, mark_color, held_out_color = look.routes[:3]
     axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.9, label="each step")
     window = max(len(values) // 20, 1)
     axes.plot(
@@ -251,6 +266,15 @@ def loss_figure(losses: Sequence[float], demoted: Sequence[bool]) -> Figure:
         linewidth=2.2,
         label=f"mean of the last {window} steps",
     )
+    if validation:
+        axes.plot(
+            *zip(*validation),
+            "o-",
+            color=held_out_color,
+            markersize=6,
+            linewidth=1.6,
+            label="validation: held-out pictures",
+        )
     axes.plot(
         steps[marks],
         np.full(int(marks.sum()), 0.02),
@@ -260,7 +284,7 @@ def loss_figure(losses: Sequence[float], demoted: Sequence[bool]) -> Figure:
         transform=axes.get_xaxis_transform(),
         label=f"demoted: {int(marks.sum())} of {len(values)} steps",
     )
-    axes.set_xlim(0.5, max(len(values), 1) + 0.5)
+    axes.set_xlim(-0.5 if validation else 0.5, max(len(values), 1) + 0.5)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
@@ -272,6 +296,51 @@ def loss_figure(losses: Sequence[float], demoted: Sequence[bool]) -> Figure:
         "the loss of a step depends on its sigma: read the running mean",
         look,
     )
+    return figure
+
+
+def gate_figure(gate: Gate, density: SigmaDensity, found: Forecast, theme: str = "light") -> Figure:
+    """How training draws sigma, and which of the samples each rule of a gate takes.
+
+    theme  "light" or "dark"
+
+    Above, the density of sigma: the area in a colour is P(rule), the share of the run's samples
+    that its rule takes. Below, the rules' windows.
+    """
+    look = _theme(theme)
+    basis = f"safe at margin {gate.margin:g}" if gate.measured else "the gate was not measured"
+    figure, rows = _figure(look), max(len(gate.rules), 1)
+    axes, strip = figure.subplots(2, 1, sharex=True, height_ratios=[8 - 0.3 * rows, 0.5 * rows])
+    _style(axes, look)
+    _bare(strip, look)
+    tops = np.zeros(len(found.edges) - 1)
+    for number, rule in enumerate(gate.rules, 1):
+        again, color = divmod(number - 1, len(look.routes))
+        # A colour that returns is hatched.
+        fill = {"facecolor": look.routes[color], "edgecolor": look.paper, "hatch": "//" * again}
+        share = found.shares[number - 1]
+        label = f"rule {number}: {share:.1%} of the samples"
+        tops = _stack(axes, tops, found, number, label=label, alpha=0.65, **fill)
+        _draw_rule(strip, number, f"{rule}: P = {share:.1%}", rule.window, look.ink, fill)
+    label = f"native: {1 - found.shares.sum():.1%}"
+    tops = _stack(axes, tops, found, 0, label=label, color=look.faint, alpha=0.2)
+    axes.stairs(tops, found.edges, baseline=None, color=look.ink, linewidth=1.5)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1.06 * tops.max())
+    axes.set_ylabel("density of sigma in training")
+    strip.set_ylim(rows, 0)
+    strip.set_yticks(
+        np.arange(len(gate.rules)) + 0.5, [f"rule {n}" for n in range(1, len(gate.rules) + 1)]
+    )
+    strip.set_xlabel("noise level sigma, from clean picture (0) to pure noise (1)")
+    _panel(strip, "windows: the first rule that fits a sample decides", look)
+    _title(
+        axes,
+        "Which samples the gate demotes",
+        f"sigma {density}; tokens saved: {found.saving:.1%}; {basis}",
+        look,
+    )
+    _legend(figure, look)
     return figure
 
 
@@ -327,10 +396,14 @@ class _View:
         return arm_title(arm, self.map.native_tier)
 
 
+def _theme(name: str) -> Theme:
+    if name not in THEMES:
+        raise ValueError(f"theme '{name}' is unknown: use one of {', '.join(THEMES)}")
+    return THEMES[name]
+
+
 def _view(gap_map: GapMap, theme: str) -> _View:
-    if theme not in THEMES:
-        raise ValueError(f"theme '{theme}' is unknown: use one of {', '.join(THEMES)}")
-    look = THEMES[theme]
+    look = _theme(theme)
     routes = [arm for arm in gap_map.arms if is_route(arm)]
     others = [arm for arm in gap_map.arms if not is_route(arm)]
     styles = _styles(routes, others, look)
@@ -531,11 +604,6 @@ def _draw_density(axes: Axes, density: SigmaDensity, view: _View) -> None:
     height = np.diff([density.cdf(value) for value in sigma])
     if not height.any():
         return  # the endpoint alone has no density
-    parameters = {
-        "uniform": "",
-        "logit_normal": f"({density.mean:g}, {density.std:g})",
-        "shifted": f" by {density.shift:g}",
-    }
     axes.fill_between(
         (sigma[1:] + sigma[:-1]) / 2,
         0,
@@ -545,7 +613,7 @@ def _draw_density(axes: Axes, density: SigmaDensity, view: _View) -> None:
         alpha=0.16,
         linewidth=0,
         zorder=0.5,
-        label=f"sigma in training: {density.name.replace('_', '-')}{parameters[density.name]}",
+        label=f"sigma in training: {density}",
     )
 
 
@@ -783,3 +851,136 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)
     return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def comparison_figure(comparison: compare.Comparison, theme: str = "light") -> Figure:
+    """Cosine of each LoRA's weight change with the first's, by block and by part.
+
+    theme  "light" or "dark"
+
+    A line across is the cosine over all modules, a marker that of one block or part. Those of twin
+    and other seed are the references: what a rerun keeps, and what another seed leaves.
+    """
+    look = _theme(theme)
+    figure = _figure(look)
+    grouped = {"by block": comparison.blocks, "by part": comparison.parts}
+    counts = [len(of(compare.SECOND)) for of in grouped.values()]
+    panels = figure.subplots(1, 2, sharey=True, width_ratios=np.maximum(counts, sum(counts) / 5))
+    for axes, (title, of), count in zip(panels, grouped.items(), counts):
+        _style(axes, look)
+        axes.grid(visible=False, axis="x")
+        axes.axhline(0, color=look.faint, linewidth=0.8)
+        for role in comparison.overlaps:
+            cosines = [overlap.cosine for overlap in of(role).values()]
+            _draw_role(axes, role, cosines, comparison.whole(role).cosine, look)
+        # About 70 names fit across both panels.
+        shown = slice(None, None, math.ceil(sum(counts) / 70))
+        names = list(of(compare.SECOND))
+        axes.set_xticks(range(count)[shown], names[shown], rotation=90)
+        axes.tick_params(axis="x", labelsize=12 if sum(counts) < 40 else 9)
+        axes.set_xlim(-0.6, count - 0.4)
+        axes.set_xlabel(title)
+    panels[0].set_ylabel("cosine of Delta W with that of the first")
+    lowest = min(np.nanmin(line.get_ydata()) for axes in panels for line in axes.lines)
+    panels[0].set_ylim(1.05 * lowest - 0.03, 1.03)
+    first = comparison.loras[compare.FIRST]
+    details = f"{first['name']} is the first: {compare.described(first)}"
+    figure.suptitle(
+        "\n".join(["How alike the weight changes of LoRAs are", *_wrapped(details)]),
+        x=0.012,
+        ha="left",
+        color=look.ink,
+        fontsize=14,
+    )
+    _role_legend(figure, comparison, look)
+    return figure
+
+
+def _draw_role(axes: Axes, role: str, cosines: Sequence[float], whole: float, look: Theme) -> None:
+    """One LoRA beside the first, moved a little so that markers do not hide one another."""
+    index, marker, dashes = ROLES[role]
+    color, shift = look.routes[index], 0.2 * (list(ROLES).index(role) - 1)
+    axes.axhline(whole, color=color, linestyle=dashes, linewidth=1.8)
+    how = {"color": color, "markeredgecolor": look.paper, "linestyle": "", "markersize": 9}
+    axes.plot(np.arange(len(cosines)) + shift, cosines, marker=marker, zorder=3, **how)
+
+
+def _role_legend(figure: Figure, comparison: compare.Comparison, look: Theme) -> None:
+    """A row for each LoRA beside the first: its cosine over all modules, and its file."""
+    handles = []
+    for role in comparison.overlaps:
+        index, marker, dashes = ROLES[role]
+        cosine = f"{comparison.whole(role).cosine:.3f} over all modules"
+        label = f"{role}: {cosine}, {comparison.loras[role]['name']}"
+        how = {"color": look.routes[index], "linestyle": dashes, "linewidth": 1.8}
+        handles.append(Line2D([], [], marker=marker, label="\n".join(_wrapped(label)), **how))
+    figure.legend(
+        handles=handles,
+        loc="outside lower left",
+        frameon=False,
+        fontsize=13,
+        labelcolor=look.ink,
+        handlelength=4,
+    )
+
+
+def _stack(axes: Axes, base: np.ndarray, found: Forecast, column: int, **how) -> np.ndarray:
+    """Draw a column of a forecast as density upon a base [C]; the top of it."""
+    top = base + found.mass[:, column] / np.diff(found.edges)
+    axes.stairs(top, found.edges, baseline=base, fill=True, linewidth=0, **how)
+    return top
+
+
+def _draw_rule(
+    axes: Axes,
+    number: int,
+    text: str,
+    window: tuple[float, float],
+    ink: str,
+    fill: Mapping[str, str],
+) -> None:
+    left, right = window
+    size = right - left, 0.86
+    axes.add_patch(Rectangle((left, number - 0.93), *size, alpha=0.35, linewidth=0, **fill))
+    # About 125 letters fit across the panel: words that are longer than their window go beside it.
+    length, side, place = len(text) / 125, "center", (left + right) / 2
+    if right - left < length < left:
+        side, place = "right", left - 0.006
+    elif right - left < length < 1 - right:
+        side, place = "left", right + 0.006
+    axes.text(place, number - 0.5, text, ha=side, va="center", color=ink, fontsize=12.5)
+
+
+def study_figure(found: study.Study, theme: str = "light") -> Figure:
+    """What each gated arm of a study saved of the time per step, and how near to native its weight
+    change stayed; hollow markers are at the saving predicted from tokens.
+
+    theme  "light" or "dark"
+
+    Lines across are the references: native training again, and native training from another seed.
+    """
+    look = _theme(theme)
+    figure = _figure(look, (1200, 700))
+    axes = figure.subplots()
+    _style(axes, look)
+    cosines = {row.arm: row.cosine for row in found.rows}
+    references = [(study.TWIN, "-", "twin"), (study.OTHER_SEED, (0, (5, 2)), "another seed")]
+    for arm, dashes, name in references:
+        label = f"{name}: cosine {cosines[arm]:.3f}"
+        axes.axhline(cosines[arm], color=look.ink, linestyle=dashes, linewidth=1.6, label=label)
+    for index, row in enumerate(row for row in found.rows if row.rules):
+        color = look.routes[index % len(look.routes)]
+        how = {"color": color, "marker": MARKERS[index % len(MARKERS)], "markersize": 11}
+        saved = 100 * found.time_saved(row)
+        axes.plot([saved, 100 * row.predicted], [row.cosine] * 2, color=color, linewidth=1)
+        label = f"{row.arm}: {saved:.1f} %, cosine {row.cosine:.3f}"
+        axes.plot([saved], [row.cosine], linestyle="", label=label, **how)
+        axes.plot([100 * row.predicted], [row.cosine], linestyle="", fillstyle="none", **how)
+    axes.axvline(0, color=look.faint, linewidth=0.8)
+    axes.margins(x=0.08, y=0.08)
+    axes.set_xlabel("time per step saved, % of native (hollow: predicted from tokens)")
+    axes.set_ylabel("cosine of Delta W with that of native")
+    title = "What demotion saves, and how near to native training it stays"
+    _title(axes, title, found.setting, look)
+    _legend(figure, look)
+    return figure

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import files, gap_map, merge, model, probe, published, rotary, train, training_set
+from . import (
+    compare,
+    files,
+    gap_map,
+    gate_cost,
+    merge,
+    model,
+    probe,
+    published,
+    rotary,
+    train,
+    training_set,
+)
 
 
 class DemotionExtension(ComfyExtension):
@@ -20,8 +32,10 @@ class DemotionExtension(ComfyExtension):
             *probe.NODES,
             *merge.NODES,
             *gap_map.NODES,
+            *gate_cost.NODES,
             *published.NODES,
             *train.NODES,
+            *compare.NODES,
             *rotary.NODES,
         ]
 

@@ -4,6 +4,7 @@ state."""
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,13 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import synthetic
+import torch
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
-from demotion import draws, plots, verdict
+from demotion import adapter, compare, draws, plots, verdict
 from demotion.gap_map import GapMap, gap_map
+from demotion.gate import Course, Gate, Rule
+from demotion.gate_cost import Picture, forecast
 
+LOGIT_NORMAL = draws.SigmaDensity("logit_normal")
 BINS = tuple((index / 8, (index + 1) / 8) for index in range(8))
 END = (1.0, 1.0)
 SHAPE = np.array([1.0, 0.8, 0.5, 0.2, 0.1, 0.05, 0.05, 0.1])
@@ -356,6 +361,129 @@ def test_a_short_run_has_a_loss_figure(count: int) -> None:
 def test_the_running_mean_is_that_of_the_last_steps() -> None:
     values = np.array([1.0, 2.0, 3.0, 4.0])
     np.testing.assert_allclose(plots._running_mean(values, 2), [1.0, 1.5, 2.5, 3.5])
+
+
+@cache
+def comparison(doubles: int, singles: int, roles: tuple[str, ...]) -> compare.Comparison:
+    """A first LoRA, and as many others, of which the second lacks a whole block."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = [f"double_blocks.{n}.img_mlp" for n in range(doubles)]
+    names = [*blocks, *(f"single_blocks.{n}.linear{k}" for n in range(singles) for k in (1, 2))]
+    weights = {}
+    for role in (compare.FIRST, *roles):
+        held = names[1:] if role == compare.SECOND else names
+        modules = {
+            name: adapter.lora(*torch.randn(2, 4, 4, generator=generator), 1.0) for name in held
+        }
+        weights[role] = adapter.Weights(modules)
+    files = {role: f"{role}_of_a_long_name/{'lora_' * 12}.safetensors" for role in weights}
+    return compare.compare(files, weights, lambda name: torch.ones(4, 4), lambda: None)
+
+
+ALONE, ALL = (compare.SECOND,), (compare.SECOND, compare.TWIN, compare.OTHER_SEED)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("theme", plots.THEMES)
+@pytest.mark.parametrize("size", [(2, 0), (1, 1), (19, 38), (60, 60)])
+@pytest.mark.parametrize("roles", [ALONE, ALL], ids=len)
+def test_nothing_of_a_comparison_is_clipped_or_touches(size, roles, theme) -> None:
+    figure = plots.comparison_figure(comparison(*size, roles), theme)
+    assert_nothing_clipped(figure)
+    for axes in figure.axes:
+        ticks = [label.get_window_extent() for label in axes.get_xticklabels()]
+        assert all(left.x1 < right.x0 for left, right in zip(ticks, ticks[1:]))
+
+
+def test_a_comparison_shows_every_cosine_where_it_belongs() -> None:
+    shown = comparison(3, 2, ALL)
+    figure = plots.comparison_figure(shown)
+    for axes, grouped in zip(figure.axes, (shown.blocks, shown.parts), strict=True):
+        lines = [line for line in axes.lines if len(line.get_xdata()) == 2]
+        markers = [line for line in axes.lines if line.get_marker() not in ("None", "")]
+        labels = [label.get_text() for label in axes.get_xticklabels()]
+        for role, points in zip(ALL, markers, strict=True):
+            assert labels == list(grouped(role))
+            expected = [overlap.cosine for overlap in grouped(role).values()]
+            np.testing.assert_array_equal(points.get_ydata(), expected)
+            assert np.abs(points.get_xdata() - np.arange(len(expected))).max() < 0.5
+            (line,) = [line for line in lines if line.get_color() == points.get_color()]
+            assert set(line.get_ydata()) == {shown.whole(role).cosine}
+    (legend,) = figure.legends
+    said = [text.get_text() for text in legend.get_texts()]
+    for role, label in zip(ALL, said, strict=True):
+        assert label.startswith(f"{role}: {shown.whole(role).cosine:.3f} over all modules")
+
+
+def test_a_saved_comparison_is_redrawn_to_the_same_bytes(tmp_path) -> None:
+    shown = comparison(3, 2, ALL)
+    shown.save(tmp_path / "comparison.json")
+    again = compare.Comparison.load(tmp_path / "comparison.json")
+    for write in (plots.png, plots.svg):
+        drawn = [write(plots.comparison_figure(one)) for one in (shown, again)]
+        assert drawn[0] == drawn[1]
+    with pytest.raises(ValueError, match="theme 'sepia' is unknown"):
+        plots.comparison_figure(shown, "sepia")
+
+
+GATES = {
+    "empty": (),
+    "one": (Rule((256, 192), (0.5, 1.0)),),
+    "many": (
+        Rule((256, 192), (0.3, 0.7), "late:0.5 by mass", "gated_yarn"),
+        Rule((256, 160), (0.97, 0.99), "spread:1/3", "yarn"),
+        Rule((256, 128), (0.0, 0.02)),
+        Rule((256, 224), (0.05, 1.0)),
+        Rule((256, 96), (0.4, 0.8), "early:0.25"),
+        Rule((256, 192), (0.2, 0.5)),
+    ),
+}
+
+
+def gate_case(name: str, density: draws.SigmaDensity, theme: str = "light") -> Figure:
+    gate = Gate(GATES[name], False, None, "by hand", 256)
+    tokens = {256: 256, 224: 196, 192: 144, 160: 100, 128: 64, 96: 36}
+    found = forecast(gate, density, [Picture(tokens), Picture({256: 240, 192: 135})], Course(100))
+    return plots.gate_figure(gate, density, found, theme)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("density", draws.DENSITIES)
+def test_the_figure_of_a_gate_says_which_share_each_rule_takes(name: str, density: str) -> None:
+    figure = gate_case(name, draws.SigmaDensity(density, shift=3.0))
+    assert_nothing_clipped(figure)
+    text = "\n".join(words(figure))
+    assert "not measured" in text and "tokens saved" in text
+    shares = dict(re.findall(r"rule (\d): ([0-9.]+)% of the samples", text))
+    native = re.search(r"native: ([0-9.]+)%", text)[1]
+    assert len(shares) == len(GATES[name])
+    assert sum(map(float, (*shares.values(), native))) == pytest.approx(100, abs=0.4)
+    for number, rule in enumerate(GATES[name], 1):
+        assert f"{rule}: P = {shares[str(number)]}%" in text
+
+
+def test_the_area_of_a_rule_is_its_share_of_the_samples() -> None:
+    figure = gate_case("one", LOGIT_NORMAL)
+    top = figure.axes[0]
+    areas = [
+        float(np.sum((step.values - step.baseline) * np.diff(step.edges)))
+        for step in (patch.get_data() for patch in top.patches[:2])
+    ]
+    assert areas == pytest.approx([0.5, 0.5], abs=1e-6)
+    low, high = figure.axes[1].patches[0].get_x(), figure.axes[1].patches[0].get_width() + 0.5
+    assert (low, high) == pytest.approx((0.5, 1.0))
+
+
+def test_the_figure_of_a_gate_has_two_themes_and_says_if_it_was_measured() -> None:
+    papers = [gate_case("one", LOGIT_NORMAL, theme).get_facecolor() for theme in plots.THEMES]
+    assert papers[0] != papers[1]
+    with pytest.raises(ValueError, match="theme 'sepia'"):
+        gate_case("one", LOGIT_NORMAL, "sepia")
+    measured = Gate(GATES["one"], True, 0.05, "0123456789abcdef", 256)
+    found = forecast(measured, LOGIT_NORMAL, [Picture({256: 256, 192: 144})], Course(100))
+    figure = plots.gate_figure(measured, LOGIT_NORMAL, found)
+    assert any("safe at margin 0.05" in word for word in words(figure))
 
 
 def test_pyplot_is_never_loaded() -> None:

@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 UI = sorted((ROOT / "workflows").glob("*.json"))
 API = sorted((ROOT / "workflows" / "api").glob("*.json"))
 NOTES = ("Note", "MarkdownNote")
+# Inputs that name results of the user's own, which are not there on a fresh machine.
+CHOSEN = ("file", "first", "second")
 PREVIEWS = ("PreviewAny", "PreviewImage")
 MUTED = 2
 TITLE_HEIGHT = 30
@@ -124,7 +126,7 @@ def test_widgets_of_a_workflow_fit_the_schemas(path: Path, nodes: dict[str, Any]
             assert list(values) == [name for name, entry in given.items() if is_widget(entry)]
             assert {entry["name"] for entry in node["inputs"]} == set(given)
             for name, value in values.items():
-                if name != "file":  # saved results are not there on a fresh machine
+                if name not in CHOSEN:
                     assert fits(value, given[name]), f"{node['type']}: {name} = {value}"
 
 
@@ -179,7 +181,7 @@ def test_api_workflow_fits_the_schemas(path: Path, nodes: dict[str, Any]) -> Non
             if isinstance(value, list):
                 source = prompt[value[0]]["class_type"]
                 assert outputs_of(nodes[source])[value[1]] == entry[0], f"{where}: {key}"
-            else:
+            elif key not in CHOSEN:
                 assert fits(value, entry), f"{where}: {key} = {value}"
 
 
@@ -227,7 +229,7 @@ def test_every_node_has_a_help_page_that_names_its_inputs_and_outputs(
     for name, schema in schemas.items():
         text = pages[name].read_text("utf-8")
         assert text.startswith(f"# {schema.display_name}\n"), name
-        assert 15 <= len(text.splitlines()) <= 35, name
+        assert 15 <= len(text.splitlines()) <= 50, name
         for entry in (*schema.inputs, *schema.outputs):
             assert f"**{entry.display_name or entry.id}**" in text, f"{name}: {entry.id}"
 
