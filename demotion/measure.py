@@ -283,9 +283,15 @@ def write_atomically(path: Path, data: bytes) -> None:
 def _write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with open(part, "wb") as file:
-        file.writelines(pieces)
-    os.replace(part, path)
+    try:
+        with open(part, "wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            # Before the name is, so that a power cut leaves the one whole file or the other.
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def read_json(path: Path, name: str, version: int, text: bytes | None = None) -> dict[str, Any]:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..demotion import adapter, arms, gate, grid, train
-from . import families, memory, rotary, session, text
+import numpy as np
+import torch
+
+from ..demotion import adapter, arms, draws, gate, gate_cost, grid, states, train
+from . import families, memory, rotary, sampling, session, text
 
 # How kohya's trainer names an algorithm in a file: its own LoRA, and LyCORIS for the others.
 NETWORKS = {
@@ -28,9 +34,17 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Options:
-    """How to train: the loop's settings, and the adapter's shape. targets is a pattern, or empty
-    for the family's own; algorithm is one of adapter.KINDS; compute and checkpointing are as
-    `session.open_session` has them."""
+    """How to train: the loop's settings, and the adapter's shape.
+
+    targets                 a pattern, or empty for the family's own
+    algorithm               one of adapter.KINDS
+    compute, checkpointing  as `session.open_session` has them
+    deterministic           whether only kernels that give the same bits in every run are used
+    held_out                pictures that are not trained on but give the validation loss
+    save_every, keep        steps between states that a run can go on from, and how many are kept
+    fresh                   whether to start again where there are such states
+    sampling, sample_every  what to sample on the way, from before the first step on
+    """
 
     settings: train.Settings
     rank: int
@@ -39,6 +53,13 @@ class Options:
     algorithm: str = "LoRA"
     compute: str = "model"
     checkpointing: bool = False
+    deterministic: bool = False
+    held_out: int = 0
+    save_every: int = 0
+    keep: int = 2
+    fresh: bool = False
+    sampling: sampling.Sampling | None = None
+    sample_every: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,6 +70,55 @@ class Result:
     history: train.History
     metadata: dict[str, str]
     report: str
+
+
+class Watch:
+    """What is told of a run while it lasts. Each may raise to stop it."""
+
+    def start(self, steps: int, done: int) -> None:
+        """So many steps are to be done, and so many of them were done before."""
+
+    def step(self, history: train.History) -> None:
+        """A step was done, or none yet."""
+
+    def lora(self, step: int, weights: adapter.Weights, metadata: dict[str, str]) -> None:
+        """The LoRA after these steps, wherever a state is saved before the end."""
+
+    def picture(self, step: int, pixels: np.ndarray) -> None:
+        """A sample after these steps, uint8 [H, W, 3]."""
+
+
+def steps_of(epochs: float, training_set: arms.TrainingSet, held_out: int, samples: int) -> int:
+    """Steps of so many samples in which every picture is shown its repeats that many times."""
+    shown = sum(item.repeats for item in split(training_set, held_out)[0])
+    return max(1, math.ceil(epochs * shown / samples))
+
+
+def split(training_set: arms.TrainingSet, held_out: int) -> tuple[list[arms.Item], list[arms.Item]]:
+    """Items to train on and items held out, which are those of the first hashes: the same whatever
+    their order.
+
+    Raises ValueError when none is left to train on.
+    """
+    hashes = sorted({item.image for item in training_set.items})
+    if held_out >= len(hashes):
+        raise ValueError(
+            f"held_out is {held_out} of {len(hashes)} different pictures, so none is left to train "
+            "on: hold out fewer"
+        )
+    apart = set(hashes[:held_out])
+    kept = [item for item in training_set.items if item.image not in apart]
+    return kept, [item for item in training_set.items if item.image in apart]
+
+
+def forecast(
+    training_set: arms.TrainingSet, opened: gate.Gate, options: Options
+) -> gate_cost.Forecast:
+    """What a gate should do to a run, on the pictures that are trained on."""
+    items = tuple(split(training_set, options.held_out)[0])
+    pictures = gate_cost.pictures_of(replace(training_set, items=items), opened)
+    settings = options.settings
+    return gate_cost.forecast(opened, settings.density, pictures, settings.course)
 
 
 def check(training_set: arms.TrainingSet, opened: gate.Gate) -> None:
@@ -70,60 +140,125 @@ def check(training_set: arms.TrainingSet, opened: gate.Gate) -> None:
 def run(
     model,
     training_set: arms.TrainingSet,
-    opened: gate.Gate,
+    opened: gate.Gate | None,
     options: Options,
     folder: Path,
-    progress: Callable[[int], Callable[[float], None]],
+    watch: Watch,
+    team: train.Team = train.ALONE,
 ) -> Result:
-    """Train a LoRA through a gate.
+    """Train a LoRA, through a gate if there is one.
 
-    folder keeps the state of an interrupted run, which the same call continues. progress is given
-    the number of steps and returns what to call with the loss after each. Raises ValueError before
-    the first step for what does not fit.
+    folder keeps the states of runs, and the same call goes on from its newest; more steps go on
+    from the end of a finished run. Raises ValueError before the first step for what does not fit.
     """
+    settings = options.settings
+    opened = opened or gate.Gate((), False, None, "none", training_set.native_tier)
     check(training_set, opened)
+    items, held_out = split(training_set, options.held_out)
+    if settings.caption_dropout and training_set.empty is None:
+        raise ValueError(
+            "caption_dropout needs an empty text, and the set has ready conditioning only: connect "
+            "empty_conditioning to the training set, or set caption_dropout to 0"
+        )
+    if options.sampling:
+        sampling.check(options.sampling, training_set)
     rotary.check_unaligned(model)
     if any(rule.rotary for rule in opened.rules):
         rotary.check(model, [item.conditioning for item in training_set.items])
-    # A step holds the adapter, its gradient and AdamW's two moments.
+    # The adapter, its gradient, what the optimiser keeps, and the moving average.
+    copies = 2 + train.OPTIMIZERS[settings.optimizer].copies + (settings.ema_decay > 0)
     dense = options.algorithm in adapter.DENSE
-    need = memory.needed(model, training_set, options, copies=4, dense=dense)
-    with session.open_session(model, options.compute, options.checkpointing, need) as live:
+    need = memory.needed(model, training_set, options, copies, dense, settings.batch_size)
+    with (
+        _deterministic(options.deterministic),
+        session.open_session(model, options.compute, options.checkpointing, need) as live,
+    ):
         linears = families.linears(live.network)
         targets = adapter.match_targets(linears, families.targets_of(live.family, options.targets))
         start = adapter.zero_weights(
-            linears,
-            targets,
-            options.rank,
-            options.alpha,
-            options.settings.seed,
-            options.algorithm,
+            linears, targets, options.rank, options.alpha, settings.seed, options.algorithm
         )
-        pupils = [_pupil(live, training_set, item) for item in training_set.items]
-        live.check_additions(pupils[0].native, pupils[0].context)
+        pupils = [_pupil(live, training_set, item) for item in items]
+        live.check_additions(pupils[0].native.to(live.device), pupils[0].context)
         trained = live.adapt(start)
-        state = folder / f"{_key(live, training_set, opened, options, targets)}.pt"
+        metadata = _metadata(live, training_set, opened, options)
+        key = _key(live, training_set, opened, options, targets)
+        kept = states.States(folder / key, options.keep)
+        if options.fresh and team.rank == 0:
+            kept.clear()
+        # Nobody looks for a state before it was cleared.
+        team.add([torch.zeros((), device=live.device)])
+        done = max((step for step in kept.steps() if step <= settings.steps), default=0)
+        watch.start(settings.steps, done)
+
+        average = None
+        if settings.ema_decay:
+            average = [parameter.detach().clone() for parameter in trained.parameters]
+
+        def weights() -> adapter.Weights:
+            with train.exchanged(trained.parameters, average):
+                return trained.weights()
+
+        def look(history: train.History) -> None:
+            step, last = len(history.losses), len(history.losses) == settings.steps
+            watch.step(history)
+            if team.rank:
+                return
+            if options.save_every and step and step % options.save_every == 0 and not last:
+                watch.lora(step, weights(), metadata)
+            if options.sampling and (step % options.sample_every == 0 or last):
+                with train.exchanged(trained.parameters, average):
+                    shown = sampling.picture(live, training_set, options.sampling, settings.seed)
+                watch.picture(step, shown)
+
+        if not done:
+            look(train.History())
         history = train.train(
             pupils,
             opened,
-            options.settings,
+            settings,
             live.velocity,
             trained.parameters,
-            state,
-            progress(options.settings.steps),
+            kept,
+            look,
+            options.save_every,
+            [_pupil(live, training_set, item) for item in held_out],
+            average,
+            team,
         )
-        weights = trained.weights()
-        metadata = _metadata(live, training_set, opened, options)
-        differences = _differences(live, opened, options)
-    report = "\n".join(differences + [_report(training_set, opened, options, history)])
-    return Result(weights, history, metadata, report)
+        trained_weights = weights()
+        differences = _differences(live, opened, options, len(targets))
+    report = "\n".join(differences + [_report(training_set, opened, options, history, done)])
+    return Result(trained_weights, history, metadata, report)
 
 
-def _differences(live: session.Session, opened: gate.Gate, options: Options) -> list[str]:
+@contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """Kernels that give the same bits in every run, or an error where there is none."""
+    if not wanted:
+        yield
+        return
+    # Read by cuBLAS when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+def _differences(
+    live: session.Session, opened: gate.Gate, options: Options, modules: int
+) -> list[str]:
     """What a measured gate was measured on and this run is not."""
     here = {
         "model": live.fingerprint,
         "algorithm": options.algorithm,
+        "rank": str(options.rank),
+        "modules": str(modules),
+        "loss": draws.LOSS,
         "dtype": live.environment["dtype"],
     }
     return [
@@ -135,12 +270,25 @@ def _differences(live: session.Session, opened: gate.Gate, options: Options) -> 
 
 
 def _pupil(live: session.Session, training_set: arms.TrainingSet, item: arms.Item) -> train.Pupil:
-    native, native_weights = live.load_arm(training_set, item, arms.SRC)
-    demoted, weights = {}, {None: native_weights}
-    for arm in training_set.arms_of(item):
-        if arm.kind == "demote" and arm.tier not in demoted:
-            demoted[arm.tier], weights[arm.tier] = live.load_arm(training_set, item, arm)
-    return train.Pupil(native, demoted, weights, item.conditioning, item.repeats)
+    """A picture's latents and loss weights, which wait outside the device for their turn."""
+    latents, weights = {}, {}
+    for arm in [arms.SRC, *training_set.arms_of(item)]:
+        if (arm == arms.SRC or arm.kind == "demote") and arm.tier not in latents:
+            latent, mask = live.load_arm(training_set, item, arm)
+            latents[arm.tier], weights[arm.tier] = (
+                latent.cpu(),
+                mask if mask is None else mask.cpu(),
+            )
+    return train.Pupil(
+        native=latents.pop(None),
+        demoted=latents,
+        weights=weights,
+        context=item.conditioning,
+        repeats=item.repeats,
+        empty=training_set.empty,
+        image=item.image,
+        tokens=grid.token_count(item.native, training_set.patch),
+    )
 
 
 def _key(
@@ -150,8 +298,8 @@ def _key(
     options: Options,
     targets: list[str],
 ) -> str:
-    """Names the run by everything that a step depends on, so that only the same run is
-    continued."""
+    """Names the run by everything that a step depends on but how many there will be, so that the
+    same run is continued, and so is one of more steps."""
     pictures = [
         (
             item.image,
@@ -167,8 +315,10 @@ def _key(
         training_set.codec.fingerprint,
         training_set.native_tier,
         pictures,
+        text.conditioning_hash(training_set.empty),
         opened.rules,
-        options,
+        replace(options.settings, steps=1, validate_every=0),
+        (options.rank, options.alpha, options.algorithm, options.held_out, options.deterministic),
         targets,
     )
     return hashlib.blake2b(repr(named_by).encode(), digest_size=8).hexdigest()
@@ -188,10 +338,13 @@ def _metadata(
         "ss_network_dim": str(options.rank),
         "ss_network_alpha": f"{options.alpha:g}",
         "ss_learning_rate": f"{settings.learning_rate:g}",
-        "ss_optimizer": "AdamW",
+        "ss_optimizer": settings.optimizer,
         "ss_lr_scheduler": settings.schedule,
-        "ss_steps": str(settings.steps),
+        "ss_max_train_steps": str(settings.steps),
         "ss_batch_size_per_device": str(settings.batch_size),
+        "ss_gradient_accumulation_steps": str(settings.accumulation),
+        "ss_caption_dropout_rate": f"{settings.caption_dropout:g}",
+        "ss_max_grad_norm": f"{settings.max_norm:g}",
         "ss_seed": str(settings.seed),
         "ss_num_train_images": str(sum(item.repeats for item in training_set.items)),
         "ss_resolution": str((training_set.native_tier, training_set.native_tier)),
@@ -211,45 +364,51 @@ def _metadata(
 
 
 def _report(
-    training_set: arms.TrainingSet, opened: gate.Gate, options: Options, history: train.History
+    training_set: arms.TrainingSet,
+    opened: gate.Gate,
+    options: Options,
+    history: train.History,
+    done: int,
 ) -> str:
     settings = options.settings
-    costs = {training_set.native_tier: _mean_tokens(training_set, arms.SRC)}
-    for arm in training_set.arms:
-        if arm.kind == "demote":
-            costs[arm.tier] = _mean_tokens(training_set, arm)
-    samples = settings.steps * settings.batch_size
+    samples = settings.steps * settings.samples
+    batches = f" x {settings.accumulation}" if settings.accumulation > 1 else ""
     lines = [
         gate.describe(opened),
         "",
-        f"{settings.steps} steps of {settings.batch_size}, rank {options.rank}, alpha "
-        f"{options.alpha:g}, learning rate {settings.learning_rate:g} {settings.schedule}, sigma "
-        f"density {settings.density.name}, seed {settings.seed}.",
+        f"{settings.steps} steps of {settings.batch_size}{batches}, {settings.optimizer}, rank "
+        f"{options.rank}, alpha {options.alpha:g}, learning rate {settings.learning_rate:g} "
+        f"{settings.schedule}, sigma density {settings.density.name}, seed {settings.seed}.",
         f"Loss: {_tenth(history.losses, first=True):.4f} over the first tenth of the steps, "
         f"{_tenth(history.losses, first=False):.4f} over the last.",
     ]
+    if done:
+        lines.append(f"Taken up after step {done}.")
+    if len(history.plans) > 1:
+        plans = ", ".join(f"{plan} from step {step + 1}" for step, plan in history.plans)
+        lines.append(
+            f"The run was planned for {plans} steps: schedules and spans are laid over a plan, so "
+            "that one run of all steps would differ if it has any."
+        )
+    if history.validation:
+        (_, first), (_, last) = history.validation[0], history.validation[-1]
+        lines.append(
+            f"Validation loss on {options.held_out} held-out pictures: {first:.4f} before, "
+            f"{last:.4f} after step {history.validation[-1][0]}."
+        )
+    cells = training_set.patch**2
+    lines.append(f"Tokens processed: {sum(history.cells) // cells:,}.")
     if opened.rules:
-        share = sum(gate.probability(opened, settings.density))
-        predicted = gate.predicted_saving(opened, settings.density, costs)
+        found = forecast(training_set, opened, options)
         lines += [
             f"Demoted samples: {sum(history.demoted)} of {samples} "
-            f"({sum(history.demoted) / samples:.1%}; "
-            f"{share:.1%} expected for pictures on every route).",
-            f"Tokens saved: {history.saving:.1%} ({predicted:.1%} expected).",
+            f"({sum(history.demoted) / samples:.1%}; {found.shares.sum():.1%} expected).",
+            f"Tokens saved: {history.saving:.1%} ({found.saving:.1%} expected).",
+            *_time_saved(history, settings.samples),
         ]
-        lines += _step_times(history, settings.batch_size)
     else:
         lines.append("The gate is empty: every step trained native.")
     return "\n".join(lines)
-
-
-def _mean_tokens(training_set: arms.TrainingSet, arm: arms.Arm) -> float:
-    counts = [
-        grid.token_count(training_set.grid_of(item, arm), training_set.patch)
-        for item in training_set.items
-        if training_set.grid_of(item, arm) is not None
-    ]
-    return sum(counts) / len(counts)
 
 
 def _tenth(losses: list[float], first: bool) -> float:
@@ -258,14 +417,22 @@ def _tenth(losses: list[float], first: bool) -> float:
     return sum(piece) / count
 
 
-def _step_times(history: train.History, batch_size: int) -> list[str]:
-    native = [second for second, count in zip(history.seconds, history.demoted) if count == 0]
-    demoted = [
-        second for second, count in zip(history.seconds, history.demoted) if count == batch_size
-    ]
-    if not native or not demoted:
+def _time_saved(history: train.History, samples: int) -> list[str]:
+    """Mean step times where all samples had one grid, and the saving that these predict beside that
+    of the whole run. The first step pays for warm-up and is left out."""
+    steps = list(zip(history.seconds, history.tiers))[1:]
+    alike: dict[int | None, list[float]] = {}
+    for seconds, tiers in steps:
+        if not tiers or (len(tiers) == samples and len(set(tiers)) == 1):
+            alike.setdefault(tiers[0] if tiers else None, []).append(seconds)
+    means = {tier: sum(found) / len(found) for tier, found in alike.items()}
+    native, demoted = means.pop(None, None), [tier for _, tiers in steps for tier in tiers]
+    if not native or not set(demoted) <= means.keys():
         return []
+    spared = sum(1 - means[tier] / native for tier in demoted) / (samples * len(steps))
+    realised = 1 - sum(seconds for seconds, _ in steps) / len(steps) / native
+    times = ", ".join(f"{mean:.3f} s at {tier}" for tier, mean in sorted(means.items()))
     return [
-        f"Mean step: {sum(native) / len(native):.3f} s native, {sum(demoted) / len(demoted):.3f} s "
-        f"demoted."
+        f"Mean step: {native:.3f} s native, {times}. Time saved: {realised:.1%} "
+        f"({spared:.1%} from these)."
     ]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import comfy.model_management
 import folder_paths
+import numpy as np
 from comfy_api.latest import io
+from PIL import Image
 
-from ..demotion import adapter, arms, draws, measure, plots
-from ..demotion import gate as gates
+from ..demotion import adapter, arms, measure, plots, views
 from ..demotion import train as loop
-from ..host import families, training
+from ..host import sampling, training
 from . import files, wires
+from .density import density_inputs, density_of
+from .live import Live
 from .model import compute_inputs
 from .progress import Progress, tell
 
-DENSITIES = ["uniform", "logit_normal", "shifted", "model"]
+CONTINUE, AFRESH = "continue", "start again"
 
 
 class TrainLora(files.NamedOutput):
@@ -28,8 +35,8 @@ class TrainLora(files.NamedOutput):
             display_name="Train LoRA (Gated)",
             category=wires.CATEGORY,
             description="Trains a LoRA and demotes the samples whose sigma lies in a window of the "
-            "gate. The file is "
-            "written to output/loras; after a Cancel the same queue again continues.",
+            "gate. The file is written to output/loras; after a Cancel or a crash the same queue "
+            "again continues.",
             search_aliases=["lora", "finetune", "training"],
             is_output_node=True,
             inputs=[
@@ -39,15 +46,21 @@ class TrainLora(files.NamedOutput):
                     display_name="set",
                     tooltip="A training set, demoted to every tier of the gate.",
                 ),
-                io.Int.Input("steps", default=500, min=1, max=1000000, tooltip="Optimiser steps."),
+                io.Int.Input(
+                    "steps",
+                    default=500,
+                    min=1,
+                    max=1000000,
+                    tooltip="Optimiser steps. More steps than a finished run had continue it.",
+                ),
                 io.Float.Input(
                     "learning_rate",
                     default=1e-4,
                     min=1e-8,
-                    max=1.0,
+                    max=10.0,
                     step=1e-6,
                     round=False,
-                    tooltip="AdamW's learning rate.",
+                    tooltip="Learning rate. Prodigy finds its own: set 1.",
                 ),
                 io.Int.Input("rank", default=16, min=1, max=256, tooltip="Rank of the LoRA."),
                 io.Float.Input(
@@ -63,7 +76,8 @@ class TrainLora(files.NamedOutput):
                     default=1,
                     min=1,
                     max=256,
-                    tooltip="Samples a step. Each is demoted or not by its own sigma.",
+                    tooltip="Samples that go through the model together, where their grids and "
+                    "captions allow. Each is demoted or not by its own sigma.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -73,45 +87,13 @@ class TrainLora(files.NamedOutput):
                     control_after_generate=False,
                     tooltip="Names all random numbers, the adapter's start included.",
                 ),
-                io.Combo.Input(
-                    "sigma_density",
-                    options=DENSITIES,
-                    default="logit_normal",
-                    tooltip="How sigma is drawn: uniform, logit_normal, shifted, or through the "
-                    "model's own schedule shift.",
-                ),
-                io.Float.Input(
-                    "density_mean",
-                    default=0.0,
-                    min=-10.0,
-                    max=10.0,
-                    step=0.1,
-                    advanced=True,
-                    tooltip="Mean of logit_normal.",
-                ),
-                io.Float.Input(
-                    "density_std",
-                    default=1.0,
-                    min=0.01,
-                    max=10.0,
-                    step=0.1,
-                    advanced=True,
-                    tooltip="Standard deviation of logit_normal.",
-                ),
-                io.Float.Input(
-                    "density_shift",
-                    default=3.0,
-                    min=0.01,
-                    max=100.0,
-                    step=0.1,
-                    advanced=True,
-                    tooltip="Shift of shifted; 1 is uniform, larger is noisier.",
-                ),
+                *density_inputs(),
                 io.Combo.Input(
                     "schedule",
-                    options=["constant", "cosine"],
+                    options=list(loop.SCHEDULES),
                     default="constant",
-                    tooltip="Learning rate after the warm-up: constant, or a cosine down to 0.",
+                    tooltip="Learning rate after the warm-up: constant, or a line or a cosine down "
+                    "to 0.",
                 ),
                 io.Int.Input(
                     "warmup_steps",
@@ -145,6 +127,164 @@ class TrainLora(files.NamedOutput):
                     optional=True,
                     tooltip="Which samples to demote. Without one all train native.",
                 ),
+                io.Combo.Input(
+                    "optimizer",
+                    options=list(loop.OPTIMIZERS),
+                    default="AdamW",
+                    optional=True,
+                    tooltip="AdamW; Adafactor, which keeps next to no state; or Prodigy, which "
+                    "finds its own learning rate.",
+                ),
+                io.Float.Input(
+                    "epochs",
+                    default=0.0,
+                    min=0.0,
+                    max=100000.0,
+                    step=1.0,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Above 0: train for so many passes over the pictures and their "
+                    "repeats instead of for so many steps.",
+                ),
+                io.Int.Input(
+                    "accumulation",
+                    default=1,
+                    min=1,
+                    max=1024,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Batches whose gradients are averaged for a step.",
+                ),
+                io.Float.Input(
+                    "weight_decay",
+                    default=0.01,
+                    min=0.0,
+                    max=10.0,
+                    step=0.001,
+                    round=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Decoupled weight decay.",
+                ),
+                io.Float.Input(
+                    "max_norm",
+                    default=1.0,
+                    min=0.001,
+                    max=1e9,
+                    step=0.1,
+                    round=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Gradients longer than this are shortened to it.",
+                ),
+                io.Float.Input(
+                    "caption_dropout",
+                    default=0.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.05,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Fraction of samples trained with the set's empty text.",
+                ),
+                io.Float.Input(
+                    "ema_decay",
+                    default=0.0,
+                    min=0.0,
+                    max=0.99999,
+                    step=0.001,
+                    round=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Above 0: the LoRA saved, sampled and validated is a moving average of "
+                    "the weights with this decay, such as 0.99.",
+                ),
+                io.Int.Input(
+                    "held_out",
+                    default=0,
+                    min=0,
+                    max=10000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Pictures that are not trained on but give the validation loss.",
+                ),
+                io.Int.Input(
+                    "validate_every",
+                    default=50,
+                    min=1,
+                    max=1000000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Steps between validation losses, if pictures are held out.",
+                ),
+                io.Int.Input(
+                    "save_every",
+                    default=100,
+                    min=0,
+                    max=1000000,
+                    optional=True,
+                    tooltip="Steps between saves: a LoRA in output/loras, and a state that a crash "
+                    "goes on from. 0: only at the end and at a Cancel.",
+                ),
+                io.Int.Input(
+                    "keep",
+                    default=2,
+                    min=1,
+                    max=1000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="States to keep while training, the newest. LoRAs are all kept.",
+                ),
+                io.Conditioning.Input(
+                    "sample_prompt",
+                    optional=True,
+                    tooltip="What to sample pictures of while training, from before the first "
+                    "step on.",
+                ),
+                io.Int.Input(
+                    "sample_every",
+                    default=100,
+                    min=1,
+                    max=1000000,
+                    optional=True,
+                    tooltip="Steps between sample pictures, if a sample_prompt is connected.",
+                ),
+                io.Int.Input(
+                    "sample_steps",
+                    default=20,
+                    min=1,
+                    max=1000,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Steps of ComfyUI's sampler for a sample picture (euler, simple).",
+                ),
+                io.Float.Input(
+                    "sample_cfg",
+                    default=1.0,
+                    min=1.0,
+                    max=30.0,
+                    step=0.1,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Guidance scale of a sample picture. Above 1 the set's empty text is "
+                    "the negative.",
+                ),
+                io.Boolean.Input(
+                    "deterministic",
+                    default=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Only kernels that give the same bits in every run. Slower on a GPU.",
+                ),
+                io.Combo.Input(
+                    "resume",
+                    options=[CONTINUE, AFRESH],
+                    default=CONTINUE,
+                    optional=True,
+                    advanced=True,
+                    tooltip="continue: go on where the same run was left. start again: from the "
+                    "first step, every time it is queued.",
+                ),
             ],
             outputs=[
                 io.LoraModel.Output("lora", display_name="lora", tooltip="The trained LoRA."),
@@ -159,87 +299,196 @@ class TrainLora(files.NamedOutput):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, resume: str = CONTINUE, **_) -> float:
+        # Not a number is never what it was, so nothing of the host's cache is used.
+        return float("nan") if resume == AFRESH else 0.0
+
+    @classmethod
     def execute(
-        cls,
-        model,
-        training_set: arms.TrainingSet,
-        steps,
-        learning_rate,
-        rank,
-        alpha,
-        batch_size,
-        seed,
-        sigma_density,
-        density_mean,
-        density_std,
-        density_shift,
-        schedule,
-        warmup_steps,
-        targets,
-        name,
-        algorithm,
-        compute,
-        checkpointing,
-        gate=None,
+        cls, model, training_set: arms.TrainingSet, name: str, gate=None, **widgets
     ) -> io.NodeOutput:
-        node_id = cls.hidden.unique_id
-        if sigma_density == "model":
-            density = families.own_density(model.model)
-        else:
-            density = draws.SigmaDensity(sigma_density, density_mean, density_std, density_shift)
-        settings = loop.Settings(
-            steps=steps,
-            learning_rate=learning_rate,
-            batch_size=batch_size,
-            schedule=schedule,
-            warmup_steps=warmup_steps,
-            seed=seed,
-            density=density,
-        )
-        if gate is None:
-            gate = gates.Gate(
-                (), measured=False, margin=None, source="none", native_tier=training_set.native_tier
-            )
-        result = training.run(
-            model,
-            training_set,
-            gate,
-            training.Options(
-                settings, rank, alpha, targets, algorithm, compute, checkpointing
-            ),
-            files.output_folder("training"),
-            lambda total: Progress(total, node_id, "steps"),
-        )
-        lora = files.numbered(
-            Path(folder_paths.get_output_directory()) / "loras",
-            f"{name}_{steps}_steps",
-            ".safetensors",
-        )
-        result.weights.save(lora, result.metadata)
-        curve = files.output_folder("training") / f"{lora.stem}_loss.png"
-        plots.save_png(
-            plots.loss_figure(
-                result.history.losses, [count > 0 for count in result.history.demoted]
-            ),
-            curve,
-        )
-        report = files.output_folder("training") / f"{lora.stem}_report.txt"
-        measure.write_atomically(report, (result.report + "\n").encode())
-        tell(node_id, result.report)
+        options = options_of(model, training_set, **widgets)
+        watch = Watch(cls.hidden.unique_id, name)
+        states = files.output_folder("training") / "states"
+        result = training.run(model, training_set, gate, options, states, watch)
+        written = watch.keep(result)
+        tell(watch.node_id, result.report)
+        samples = [files.shown(f"sample after step {step}", path) for step, path in watch.pictures]
         return io.NodeOutput(
             result.weights.tensors(),
             {"loss": result.history.losses},
             result.report,
             ui={
-                "images": [files.shown("loss curve", curve)],
+                "images": [files.shown("loss curve", written["loss curve"]), *samples],
                 "text": [result.report],
-                "files": [
-                    files.shown("LoRA", lora),
-                    files.shown("loss curve", curve),
-                    files.shown("report", report),
-                ],
+                "files": [files.shown(label, path) for label, path in written.items()],
             },
         )
+
+
+def options_of(
+    model,
+    training_set: arms.TrainingSet,
+    *,
+    steps,
+    learning_rate,
+    rank,
+    alpha,
+    batch_size,
+    seed,
+    sigma_density,
+    density_mean,
+    density_std,
+    density_shift,
+    schedule,
+    warmup_steps,
+    targets,
+    algorithm,
+    compute,
+    checkpointing,
+    optimizer="AdamW",
+    epochs=0.0,
+    accumulation=1,
+    weight_decay=0.01,
+    max_norm=1.0,
+    caption_dropout=0.0,
+    ema_decay=0.0,
+    held_out=0,
+    validate_every=50,
+    save_every=100,
+    keep=2,
+    sample_prompt=None,
+    sample_every=100,
+    sample_steps=20,
+    sample_cfg=1.0,
+    deterministic=False,
+    resume=CONTINUE,
+) -> training.Options:
+    """What the widgets ask for, on this model and set."""
+    if epochs:
+        steps = training.steps_of(epochs, training_set, held_out, batch_size * accumulation)
+    settings = loop.Settings(
+        steps=steps,
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        accumulation=accumulation,
+        optimizer=optimizer,
+        schedule=schedule,
+        warmup_steps=warmup_steps,
+        weight_decay=weight_decay,
+        max_norm=max_norm,
+        caption_dropout=caption_dropout,
+        ema_decay=ema_decay,
+        validate_every=validate_every if held_out else 0,
+        seed=seed,
+        density=density_of(model, sigma_density, density_mean, density_std, density_shift),
+    )
+    return training.Options(
+        settings,
+        rank,
+        alpha,
+        targets,
+        algorithm,
+        compute,
+        checkpointing,
+        deterministic=deterministic,
+        held_out=held_out,
+        save_every=save_every,
+        keep=keep,
+        fresh=resume == AFRESH,
+        sampling=sample_prompt and sampling.Sampling(sample_prompt, sample_steps, sample_cfg),
+        sample_every=sample_every,
+    )
+
+
+class Watch(training.Watch):
+    """Shows a run under its node, and keeps the LoRAs and samples that it makes on the way. folder
+    takes what is kept of it beside the LoRAs."""
+
+    def __init__(self, node_id: str, name: str) -> None:
+        self.node_id, self.name = node_id, name
+        self.folder = files.numbered(files.output_folder("training"), name, "")
+        self.pictures: list[tuple[int, Path]] = []
+        self.live = Live("training", node_id)
+
+    def start(self, steps: int, done: int) -> None:
+        self.progress = Progress(steps, self.node_id, "steps", done=done)
+
+    def step(self, history: loop.History) -> None:
+        if history.losses:
+            self.progress.headline = _so_far(history)
+            self.progress()
+        else:
+            comfy.model_management.throw_exception_if_processing_interrupted()
+        self.live.show(self.key, lambda: self.view(history), self.progress)
+
+    def view(self, history: loop.History) -> dict[str, Any]:
+        """What the node's widget draws of the run."""
+        pictures = [
+            {"step": step, "file": files.shown("sample", path)} for step, path in self.pictures
+        ]
+        return {**views.training_view(history, self.progress.total), "pictures": pictures}
+
+    def finish(self, history: loop.History) -> dict[str, list]:
+        return self.live.finish(self.key, self.view(history))
+
+    @property
+    def key(self) -> str:
+        """Names the run as its folder does."""
+        relative = self.folder.relative_to(files.output_folder("training"))
+        return relative.as_posix().replace("/", "_")
+
+    def lora(self, step: int, weights: adapter.Weights, metadata: dict[str, str]) -> None:
+        self.save(step, weights, metadata)
+
+    def picture(self, step: int, pixels: np.ndarray) -> None:
+        path = self.folder / f"sample_{step:07}.png"
+        arms.write_picture(pixels, path)
+        self.pictures.append((step, path))
+        self.progress.preview(Image.fromarray(pixels))
+
+    def keep(self, result: training.Result) -> dict[str, Path]:
+        """Write what a finished run made; the files by what they are called."""
+        done = result.history
+        curve, report, history = (
+            self.folder / file for file in ("loss.png", "report.txt", "history.json")
+        )
+        lora = self.save(len(done.losses), result.weights, result.metadata)
+        plots.save_png(plots.loss_figure(done.losses, done.demoted, done.validation), curve)
+        measure.write_atomically(report, (result.report + "\n").encode())
+        measure.write_atomically(history, json.dumps(asdict(done)).encode())
+        return {"LoRA": lora, "loss curve": curve, "report": report, "history": history}
+
+    def save(self, step: int, weights: adapter.Weights, metadata: dict[str, str]) -> Path:
+        """Write a LoRA where ComfyUI's loaders list it."""
+        path = files.numbered(
+            Path(folder_paths.get_output_directory()) / "loras",
+            f"{self.name}_{step}_steps",
+            ".safetensors",
+        )
+        own = {"modelspec.title": path.stem, "ss_steps": str(step)}
+        weights.save(path, metadata | own)
+        return path
+
+
+def _so_far(history: loop.History) -> str:
+    """A run in two lines."""
+    validated = [f"validation {loss:.4f} after step {step}" for step, loss in history.validation]
+    demoted = sum(map(bool, history.tiers))
+    return "\n".join(
+        [
+            ", ".join(
+                [
+                    f"loss {history.losses[-1]:.4f}",
+                    f"mean of the last {min(loop.SPAN, len(history.losses))} "
+                    f"{history.smoothed():.4f}",
+                    *validated[-1:],
+                ]
+            ),
+            f"{demoted} of {len(history.losses)} steps demoted, {history.saving:.1%} of the tokens "
+            "saved",
+        ]
+    )
 
 
 NODES = [TrainLora]

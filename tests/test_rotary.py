@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demotion import arms, gap_map, gate, plots, probe, rotary, train
+from demotion import arms, gap_map, gate, plots, probe, rotary, states, train
 
 FREQUENCIES = 10000.0 ** -torch.linspace(0, 54 / 56, 28, dtype=torch.float64)
 
@@ -94,9 +94,9 @@ class Aligned(nets.TinyFlow):
         super().__init__()
         self.seen = []
 
-    def forward(self, z, sigma, context=None, rotary=None):
-        self.seen.append((z, sigma, rotary))
-        velocity = super().forward(z, sigma, context)
+    def forward(self, z, sigmas, contexts, rotary=None):
+        self.seen.append((z, *sigmas, rotary))
+        velocity = super().forward(z, sigmas, contexts)
         return velocity if rotary is None else velocity * z.square()
 
 
@@ -129,7 +129,7 @@ def test_the_trainer_aligns_the_samples_of_a_rule_that_asks_for_it(tmp_path):
             settings,
             model,
             list(model.parameters()),
-            tmp_path / "s",
+            states.States(tmp_path / f"{rule_rotary}", keep=1),
             lambda _: None,
         )
         return model

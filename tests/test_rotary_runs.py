@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -52,13 +53,16 @@ def test_a_rule_with_an_alignment_trains_another_lora(toy, tmp_path):  # noqa: F
         opened = gate.by_hand(TIER, 48, (0.0, 1.0), rotary=rotary)
         chosen = training.Options(settings, 2, 2.0, "")
         with torch.inference_mode():
-            return training.run(model, training_set, opened, chosen, tmp_path, counting([], []))
+            return training.run(
+                model, training_set, opened, chosen, tmp_path, training.Watch()
+            )
 
     plain, aligned = trained(None), trained("pi")
     assert "rotary pi" in aligned.report and "rotary" not in plain.report
     assert "rotary pi" in aligned.metadata["demotion_gate"]
     if type(model.model).__name__ != "Anima":  # no two loads of its toy are the same model
         assert plain.weights.fingerprint != aligned.weights.fingerprint
+        shutil.rmtree(tmp_path)
         assert plain.weights.fingerprint == trained(None).weights.fingerprint
 
 
@@ -69,11 +73,15 @@ def test_alignment_is_refused_before_time_is_spent(toy, aligned_set, tmp_path, m
     opened = gate.by_hand(TIER, 48, (0.0, 1.0), rotary="pi")
     chosen = training.Options(train.Settings(steps=1, learning_rate=1e-3), 2, 2.0, "")
 
+    class Unstarted(training.Watch):
+        def start(self, steps, done):
+            pytest.fail("the run began")
+
     def probe(model, the_set):
         probing.run(model, the_set, options(), tmp_path, pytest.fail)
 
     def learn(model):
-        training.run(model, training_set, opened, chosen, tmp_path, pytest.fail)
+        training.run(model, training_set, opened, chosen, tmp_path, Unstarted())
 
     node_made = rotary.align_model(model, "pi", (64, 64))
     for attempt in (lambda: probe(node_made, training_set), lambda: learn(node_made)):

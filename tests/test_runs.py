@@ -12,7 +12,7 @@ import pytest
 import torch
 import toys
 
-from demotion import arms, draws, gap_map, gate, grid, measure, probe, train
+from demotion import arms, cosine, draws, gap_map, gate, grid, measure, probe, train
 
 TIER = 64
 ARMS = (arms.SRC, arms.REENC, arms.Arm("demote", 48), arms.Arm("repromote", 48))
@@ -192,6 +192,97 @@ BINS = ((0.3, 0.6), (0.6, 0.9))
 
 
 @FLUX
+def test_a_micro_batched_probe_says_what_a_draw_is_and_is_a_measurement_of_its_own(toy, tmp_path):
+    from pack.host import probing
+
+    model, training_set, _ = toy
+    few = options(draws=4, micro_batch=2, diagnostics=False)
+    totals, ticks, said = [], [], []
+    with torch.inference_mode():
+        for _ in range(2):
+            measured, path = probing.run(
+                model, training_set, few, tmp_path, counting(totals, ticks), said.append
+            )
+        assert totals == [2 * 2 * 2, 0] and len(ticks) == 8
+        assert said[0].startswith("8 gradients of 2 draws each, counted as one draw, about ")
+        assert measured.settings["draws"] == 4 and measured.settings["micro_batch"] == 2
+        assert {cell.counts for cell in measured.cells} == {(1, 1)}
+        ordinary, other = probing.run(
+            model, training_set, replace(few, micro_batch=1), tmp_path, counting([], [])
+        )
+        assert "micro_batch" not in ordinary.settings and other != path
+        with pytest.raises(ValueError, match="micro_batch"):
+            probing.run(
+                model, training_set, replace(few, micro_batch=1), tmp_path, pytest.fail, into=path
+            )
+    # The same draws, to the noise that micro-batches of two leave.
+    both = [cosine.debias(*m.cells[0].pooled(), m.cells[0].count) for m in (measured, ordinary)]
+    assert not np.array_equal(*both)
+    assert measured.cells[0].losses == pytest.approx(ordinary.cells[0].losses, rel=1e-4)
+
+
+@FLUX
+def test_draws_that_cannot_share_a_forward_are_refused_before_a_gradient(
+    toy, tmp_path, monkeypatch
+):
+    from pack.host import families, probing
+
+    model, training_set, _ = toy
+    gated = arms.add_arm(training_set, arms.Arm("demote", 48, rotary="gated_yarn"), lambda: None)
+    chosen = options(draws=4, micro_batch=2)
+    with torch.inference_mode():
+        with pytest.raises(ValueError, match="gated_yarn, .* micro_batch is 2: set it to 1"):
+            probing.run(model, gated, chosen, tmp_path, pytest.fail)
+        with pytest.raises(ValueError, match="draws is 6, and micro_batch 4 .* take 8 or more"):
+            probing.run(model, gated, options(draws=6, micro_batch=4), tmp_path, pytest.fail)
+        alone = replace(families.FAMILIES["Flux"], alone=lambda network, given: True)
+        monkeypatch.setitem(families.FAMILIES, "Flux", alone)
+        with pytest.raises(ValueError, match="picture 1 cannot share .*: set micro_batch to 1"):
+            probing.run(model, training_set, chosen, tmp_path, pytest.fail)
+    assert not list(tmp_path.iterdir())
+
+
+@FLUX
+def test_with_one_route_the_others_are_left_out_and_named(toy, tmp_path):
+    from pack.host import probing
+
+    model, training_set, _ = toy
+    two = arms.add_arm(training_set, arms.Arm("demote", 32), lambda: None)
+    said = []
+    with torch.inference_mode():
+        for diagnostics, found in (
+            (False, ["src", "demote:48"]),
+            (True, ["src", "null", "reenc", "demote:48", "repromote:48"]),
+        ):
+            chosen = options(one_route=True, diagnostics=diagnostics)
+            measured, _ = probing.run(model, two, chosen, tmp_path, counting([], []), said.append)
+            assert measured.settings["arms"] == found
+            assert said[-1].startswith("64 -> 48 only, without 64 -> 32; ")
+    # Where there is one, there is nothing to tell.
+    with torch.inference_mode():
+        chosen = options(one_route=True, seed=1)
+        probing.run(model, training_set, chosen, tmp_path, counting([], []), said.append)
+    assert said[-1].startswith("20 gradients, about ")
+
+
+@FLUX
+def test_memory_needed_grows_by_the_activations_of_each_sample(toy):
+    from pack.host import memory
+
+    model, training_set, _ = toy
+    needs = [memory.needed(model, training_set, options(), 5, False, batch) for batch in (1, 2, 3)]
+    assert needs[2] - needs[1] == needs[1] - needs[0] > 0
+    assert needs[0] == memory.needed(model, training_set, options(), 5, False)
+
+
+def test_quick_asks_of_one_route_alone():
+    from pack.host import probing
+
+    alone = {name for name, preset in probing.PRESETS.items() if preset.one_route}
+    assert alone == {"quick"} and not probing.PRESETS["quick"].diagnostics
+
+
+@FLUX
 def test_a_bin_that_is_decided_gets_no_more_pictures_and_a_run_that_continues_agrees(
     ten, tmp_path, monkeypatch
 ):
@@ -292,10 +383,10 @@ def test_prepared_conditioning_does_not_grow_with_the_pictures(ten):
         latent, _ = live.load_arm(training_set, training_set.items[0], arms.SRC)
         captions = [[list(training_set.items[0].conditioning[0])] for _ in range(40)]
         with torch.no_grad():
-            first = live.velocity(latent, 0.5, captions[0])
+            first = live.velocity(latent, [0.5], [captions[0]])
             for caption in captions:
-                live.velocity(latent, 0.5, caption)
-            assert torch.equal(live.velocity(latent, 0.5, captions[0]), first)
+                live.velocity(latent, [0.5], [caption])
+            assert torch.equal(live.velocity(latent, [0.5], [captions[0]]), first)
         assert len(live.velocity._prepared) == velocity.PREPARED
 
 
@@ -321,7 +412,7 @@ def test_training_moves_the_adapter_and_goes_through_the_gate(toy):
             opened,
             training.Options(settings, 2, 2.0, ""),
             folder,
-            counting([], []),
+            training.Watch(),
         )
     assert result.history.demoted == [2] * 4
     assert result.history.saving == pytest.approx(1 - 9 / 16)
@@ -345,7 +436,7 @@ def test_a_gate_measured_on_something_else_is_flagged(toy):
             opened,
             training.Options(settings, 2, 2.0, "", "DoRA"),
             folder,
-            counting([], []),
+            training.Watch(),
         )
     notes = [line for line in result.report.splitlines() if line.startswith("Note:")]
     assert [note.split(",")[0] for note in notes] == [
@@ -367,7 +458,7 @@ def test_every_algorithm_trains_to_a_file_that_comfyui_loads_and_the_probe_measu
     chosen = training.Options(settings, 2, 2.0, "", algorithm)
     opened = gate.by_hand(TIER, 48, (0.0, 1.0))
     with torch.inference_mode():
-        result = training.run(model, training_set, opened, chosen, tmp_path, counting([], []))
+        result = training.run(model, training_set, opened, chosen, tmp_path, training.Watch())
     moved = [factors.delta().abs().max() > 0 for factors in result.weights.modules.values()]
     assert sum(moved) >= 0.9 * len(moved)
     assert result.metadata["ss_network_module"] == "lycoris.kohya"

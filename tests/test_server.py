@@ -172,6 +172,7 @@ def test_the_whole_job_leaves_every_file_it_names(whole):
         "LoRA",
         "loss curve",
         "report",
+        "history",
     }
     assert all(path.is_file() and path.stat().st_size for path in made.values())
     measured = measure.Measurement.load(made["measurement"])
@@ -276,20 +277,91 @@ def test_cancel_keeps_the_cells_and_the_same_queue_continues_to_the_same_bytes(s
     assert path.read_bytes() == continued
 
 
-def test_a_cancelled_training_continues_to_the_same_lora(server):
-    prompt = graph(pictures(server.base, "stopped"), train={"steps": 30, "name": "stopped"})
+def training_alone(server, name: str, **inputs) -> dict:
+    """A training run of a gate by hand, without a probe."""
+    changes = {"steps": 30, "name": name, "checkpointing": False, **inputs}
+    prompt = graph(pictures(server.base, name), train=changes)
     prompt["gate"] = gate_by_hand(TIER, 48)
-    prompt = only(prompt, "train")
+    return only(prompt, "train")
+
+
+def states_of(server) -> set[Path]:
+    return set((server.output / "demotion" / "training" / "states").glob("*/step_*.pt"))
+
+
+def test_a_cancelled_training_continues_to_the_same_lora(server):
+    prompt = training_alone(server, "stopped")
+    before = states_of(server)
     interrupted_after(server, prompt, "train", 5)
-    assert list((server.output / "demotion" / "training").glob("*.pt"))
-    resumed = files(server, run.queue(server.url, prompt))["LoRA"]
-    assert not list((server.output / "demotion" / "training").glob("*.pt"))
-    prompt["train"]["inputs"]["name"] = "whole"
-    whole_run = files(server, run.queue(server.url, prompt))["LoRA"]
-    assert all(
-        torch.equal(value, load_file(whole_run)[key]) for key, value in load_file(resumed).items()
+    (left,) = states_of(server) - before
+    assert 5 <= int(left.stem.removeprefix("step_")) < 30
+    entry = run.queue(server.url, prompt)
+    assert "Taken up after step" in entry["outputs"]["train"]["text"][0]
+    resumed = files(server, entry)["LoRA"]
+    assert {path.stem for path in states_of(server) - before} == {"step_0000030"}
+    prompt["train"]["inputs"] |= {"name": "whole", "resume": "start again"}
+    entry = run.queue(server.url, prompt)
+    assert "Taken up" not in entry["outputs"]["train"]["text"][0]
+    whole_run = load_file(files(server, entry)["LoRA"])
+    assert all(torch.equal(value, whole_run[key]) for key, value in load_file(resumed).items())
+
+
+def test_more_steps_continue_and_a_switch_starts_again(server):
+    prompt = training_alone(server, "longer", steps=6, save_every=4)
+
+    def trained(**inputs):
+        prompt["train"]["inputs"] |= inputs
+        events = []
+        entry = run.queue(server.url, prompt, lambda kind, data: events.append((kind, data)))
+        return "train" in executed(events), entry
+
+    listed = server.output / "loras"
+    assert trained()[0] and list(listed.glob("longer_4_steps_*.safetensors"))
+    assert not trained()[0]  # unchanged: the host has it
+    again, entry = trained(steps=9)
+    assert again and "Taken up after step 6" in entry["outputs"]["train"]["text"][0]
+    afresh, entry = trained(resume="start again")
+    assert afresh and "Taken up" not in entry["outputs"]["train"]["text"][0]
+    assert trained()[0]  # as often as it is queued
+
+
+def test_a_trained_lora_is_in_comfyuis_list_at_once(server):
+    made = files(server, run.queue(server.url, training_alone(server, "listed", steps=2)))
+    with urllib.request.urlopen(f"{server.url}/models/loras") as answer:
+        assert made["LoRA"].name in json.load(answer)
+
+
+def test_samples_validation_and_history_of_a_run_are_kept(server):
+    prompt = training_alone(
+        server, "sampled", steps=4, sample_every=2, sample_steps=2, held_out=2, validate_every=2
     )
-    assert resumed.read_bytes() == whole_run.read_bytes()
+    alone = graph(pictures(server.base, "prompted", 1))
+    prompt |= {
+        "folder_of_one": alone["folder"],
+        "set_of_one": alone["set"]
+        | {
+            "inputs": alone["set"]["inputs"]
+            | {
+                name: ["folder_of_one", i]
+                for name, i in (("images", 0), ("captions", 1), ("masks", 2), ("repeats", 3))
+            }
+        },
+        "prompt": node("DemotionTrainingSetToLatents", training_set=["set_of_one", 0], arm="src"),
+    }
+    prompt["train"]["inputs"]["sample_prompt"] = ["prompt", 1]
+    entry = run.queue(server.url, prompt)
+    shown = entry["outputs"]["train"]["images"]
+    labels = ["loss curve", *(f"sample after step {step}" for step in (0, 2, 4))]
+    assert [image["label"] for image in shown] == labels
+    pixels = [
+        np.asarray(Image.open(server.output / image["subfolder"] / image["filename"]), dtype=int)
+        for image in shown
+    ]
+    assert pixels[1].shape == (TIER, TIER, 3) and pixels[1].std() > 1
+    history = json.loads(files(server, entry)["history"].read_text())
+    assert [step for step, _ in history["validation"]] == [0, 2, 4]
+    assert len(history["losses"]) == 4
+    assert "Validation loss on 2 held-out pictures" in entry["outputs"]["train"]["text"][0]
 
 
 def test_saved_results_load_again_and_again_when_the_file_changes(server, whole):
