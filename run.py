@@ -5,6 +5,8 @@
     python3 run.py serve    leave ComfyUI running with the pack and the demo models in place
     python3 run.py probe    measure a model on a folder of pictures, without a server (probe --help)
     python3 run.py analyse  draw the map of measurement files and say what it shows (analyse --help)
+    python3 run.py train    train a LoRA through a gate, without a server (train --help)
+    python3 run.py study    train with and without a gate, and compare (study --help)
     python3 run.py test     run the tests; unknown arguments and paths go to pytest
 
 Without --comfyui everything is installed into .comfyui/ beside this file, once. With --comfyui DIR
@@ -41,7 +43,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path, PurePosixPath
@@ -125,8 +127,8 @@ def clock(seconds: float) -> str:
 # processes
 
 
-def start(command: Sequence[str], log: Path, **options: Any) -> subprocess.Popen:
-    """Start a command in a process group of its own, its output in log.
+def start(command: Sequence[str], log: Path | None, **options: Any) -> subprocess.Popen:
+    """Start a command in a process group of its own, its output in log, if there is one.
 
     Ctrl-C reaches this process alone, which then ends the group. Should this process be killed
     outright, Linux kills the child as well (when the thread that started it ends, so start from
@@ -140,12 +142,12 @@ def start(command: Sequence[str], log: Path, **options: Any) -> subprocess.Popen
     if LIBC:
         pr_set_pdeathsig = 1
         own_group["preexec_fn"] = lambda: LIBC.prctl(pr_set_pdeathsig, signal.SIGKILL)
-    with log.open("wb") as output:
+    with log.open("wb") if log else nullcontext() as output:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=output and subprocess.STDOUT,
             **own_group,
             **options,
         )
@@ -170,6 +172,45 @@ def signal_group(process: subprocess.Popen, number: int) -> None:
     # macOS answers PermissionError where all that is left of the group is zombies
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
+
+
+def together(command: Sequence[str], count: int) -> None:
+    """Run a command as so many processes that know of one another, through the variables that
+    torch.distributed reads. The first one's output is shown, the others' kept in HOME.
+
+    Ctrl-C reaches the first alone, which keeps what it has at the end of a step, and then ends the
+    rest. Raises SystemExit where the first is stopped or fails, and Stop where only another fails.
+    """
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_to_listen_on(None))}
+    sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
+    logs = [None, *(HOME / f"process_{rank}.log" for rank in range(1, count))]
+    processes: list[subprocess.Popen] = []
+    try:
+        for rank, log in enumerate(logs):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            env = threads | dict(os.environ) | address | sizes | own
+            processes.append(start(command, log, env=env))
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            time.sleep(0.2)
+        for process in processes:  # one that failed is missed by the others
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+        codes = [process.poll() for process in processes]
+    except KeyboardInterrupt:
+        signal_group(processes[0], signal.SIGTERM if WINDOWS else signal.SIGINT)
+        sys.exit(processes[0].wait())
+    finally:
+        for process in processes:
+            end(process)
+    if codes[0]:
+        print(f"What the others said: {', '.join(map(str, logs[1:]))}", file=sys.stderr)
+        sys.exit(codes[0])
+    for log, code in zip(logs, codes):
+        if code:
+            raise Stop(
+                f"A process ended with code {code}. The end of its log ({log}):\n{tail(log)}"
+            )
 
 
 def tail(log: Path, lines: int = 25) -> str:
@@ -572,6 +613,17 @@ def has_accelerator(python: str) -> bool:
     return not os.environ.get("DEMOTION_CPU") and ask(python, code).strip() == "True"
 
 
+def check_devices(python: str, count: int) -> None:
+    """Raise Stop where so many processes would not have a GPU each, or a CPU all."""
+    if has_accelerator(python):
+        found = int(ask(python, "import torch; print(torch.cuda.device_count())"))
+        if count > found:
+            raise Stop(
+                f"--processes {count} needs as many CUDA GPUs, and there are {found}: ask for "
+                "fewer, or use the CPU with --cpu."
+            )
+
+
 def port_to_listen_on(port: int | None) -> int:
     """The port, or a free one. Raises Stop if it cannot be had."""
     with socket.socket() as probe:
@@ -903,31 +955,57 @@ def serve(host: Host, port: int | None) -> None:
 
 def probe(host: Host, options: argparse.Namespace) -> None:
     """Measure in this process and name the file. Raises Stop; Ctrl-C keeps what is finished."""
+    with headless(host) as (pack, party):
+        measured, path = pack.probe(**vars(options), party=party)
+    print(f"{len(measured.cells)} cells in {path}")
+    print(f"Its map: python3 run.py analyse {shlex.quote(str(path))}")
+
+
+def train(host: Host, options: argparse.Namespace) -> None:
+    """Train in this process and name the files. Raises Stop; Ctrl-C keeps the last state."""
+    with headless(host) as (pack, party):
+        report, written = pack.train(**vars(options), party=party)
+    print(report)
+    for label, path in written.items():
+        print(f"{label:<10}  {path}")
+
+
+def study(host: Host, options: argparse.Namespace) -> None:
+    """Train every arm in this process and print the table. Raises Stop; Ctrl-C keeps what is
+    finished."""
+    with headless(host) as (pack, party):
+        table, written = pack.study(**vars(options), party=party)
+    print(table, *written, sep="\n")
+
+
+@contextmanager
+def headless(host: Host) -> Iterator[tuple[ModuleType, Any]]:
+    """ComfyUI and the pack in this process, and the team of processes that it is one of."""
     # In place of this folder, whose nodes/ would hide ComfyUI's nodes.py.
     sys.path[0] = str(host.comfyui)
     sys.argv[1:] = comfyui_arguments(host.python, host.base)
     import comfy.options
 
     comfy.options.enable_args_parsing()
-    headless = import_pack("nodes.headless")
     try:
-        measured, path = headless.probe(**vars(options))
+        # The team first: it sets the device that ComfyUI then finds.
+        party = import_pack("host.team").join()
+        yield import_pack("nodes.headless"), party
     except ValueError as error:
         raise Stop(str(error)) from error
     except KeyboardInterrupt:
         print("\nWhat is finished is kept: the same command goes on from there.", end="")
         raise
-    print(f"{len(measured.cells)} cells in {path}")
-    print(f"Its map: python3 run.py analyse {shlex.quote(str(path))}")
 
 
 def import_pack(module: str) -> ModuleType:
-    """A module of this pack, which is imported as ComfyUI does it: by its path."""
+    """A module of this pack, which is a package by its path; its entry point for ComfyUI is not
+    run."""
     name = PACK_NAME.replace("-", "_")
-    place = PACK / "__init__.py"
-    spec = spec_from_file_location(name, place, submodule_search_locations=[str(PACK)])
-    sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
+    if name not in sys.modules:
+        place = PACK / "__init__.py"
+        spec = spec_from_file_location(name, place, submodule_search_locations=[str(PACK)])
+        sys.modules[name] = module_from_spec(spec)
     return import_module(f"{name}.{module}")
 
 
@@ -958,23 +1036,22 @@ def port_number(text: str) -> int:
     return int(text)
 
 
-def probe_parser() -> argparse.ArgumentParser:
-    """The options of probe, as `nodes.headless.probe` takes them."""
-    parser = argparse.ArgumentParser(
-        prog="run.py probe",
-        description="Measure LoRA gradients of every arm on a folder of pictures. A file is named "
-        "by its settings: the same command again continues it.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--model", metavar="FILE", type=Path, required=True, help="the diffusion model")
-    add("--vae", metavar="FILE", type=Path, required=True, help="its VAE")
+def process_count(text: str) -> int:
+    """A number of processes from the command line."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("give 1 or more")
+    return int(text)
+
+
+def source_options(add: Callable[..., Any], required: bool = True) -> None:
+    """Options of what is worked on, and where results go."""
+    add("--model", metavar="FILE", type=Path, required=required, help="the diffusion model")
+    add("--vae", metavar="FILE", type=Path, required=required, help="its VAE")
     add(
         "--images",
         metavar="DIR",
         type=Path,
-        required=True,
+        required=required,
         help="pictures, with .txt captions beside them",
     )
     add(
@@ -991,6 +1068,28 @@ def probe_parser() -> argparse.ArgumentParser:
         default="stable_diffusion",
         help="what ComfyUI's CLIP loader calls the model's kind",
     )
+    add("--output", metavar="DIR", type=Path, help="use this output folder, if not ComfyUI's")
+    add(
+        "--processes",
+        metavar="N",
+        type=process_count,
+        default=1,
+        help="share the work among so many processes of this machine, one a GPU; every one holds "
+        "its own copy of the model",
+    )
+
+
+def probe_parser() -> argparse.ArgumentParser:
+    """The options of probe, as `nodes.headless.probe` takes them."""
+    parser = argparse.ArgumentParser(
+        prog="run.py probe",
+        description="Measure LoRA gradients of every arm on a folder of pictures. A file is named "
+        "by its settings: the same command again continues it.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    source_options(add)
     add("--native-tier", metavar="PX", type=int, default=1024, help="nominal edge of training")
     add("--target-tiers", metavar="PX", type=int, nargs="+", default=[], help="tiers to demote to")
     add(
@@ -1011,6 +1110,18 @@ def probe_parser() -> argparse.ArgumentParser:
     add("--draws", type=int, help="draws per picture and bin")
     add("--looks", type=int, help="planned looks: decided bins get no more pictures")
     add("--diagnostics", action=argparse.BooleanOptionalAction, help="measure null and controls")
+    add(
+        "--one-route",
+        action=argparse.BooleanOptionalAction,
+        help="measure no route but the first of --target-tiers",
+    )
+    add(
+        "--micro-batch",
+        metavar="DRAWS",
+        type=int,
+        default=1,
+        help="draws that share a forward, and count as one",
+    )
     add("--margin", type=float, default=0.05, help="distance that counts as safe at a look")
     add("--sketch", metavar="BUCKETS", type=int, default=0, help="sketch products of pictures")
     add("--seed", type=int, default=0, help="names all random numbers")
@@ -1031,17 +1142,113 @@ def probe_parser() -> argparse.ArgumentParser:
     )
     add("--checkpointing", action="store_true", help="less memory, more time")
     add(
-        "--output",
-        metavar="DIR",
-        type=Path,
-        help="use this output folder, if not ComfyUI's",
-    )
-    add(
         "--into",
         metavar="FILE",
         type=Path,
         help="continue this file, where it was measured with the same settings",
     )
+    return parser
+
+
+def training_options(add: Callable[..., Any]) -> None:
+    """Options of a training run, as `nodes.train.options_of` takes them."""
+    numbers = (
+        ("--steps", int, 500, "optimiser steps; more than a finished run had continue it"),
+        ("--epochs", float, 0.0, "above 0: so many passes over the pictures instead of steps"),
+        ("--learning-rate", float, 1e-4, "learning rate; Prodigy finds its own: set 1"),
+        ("--rank", int, 16, "rank of the LoRA"),
+        ("--alpha", float, 16.0, "scale of the LoRA is alpha / rank"),
+        ("--batch-size", int, 1, "samples that go through the model together; a process of several "
+         "takes its part of them"),
+        ("--accumulation", int, 1, "batches whose gradients are averaged for a step"),
+        ("--warmup-steps", int, 0, "steps over which the learning rate rises"),
+        ("--weight-decay", float, 0.01, "decoupled weight decay"),
+        ("--max-norm", float, 1.0, "gradients longer than this are shortened to it"),
+        ("--caption-dropout", float, 0.0, "fraction of samples trained without their caption"),
+        ("--ema-decay", float, 0.0, "above 0: keep a moving average of the weights"),
+        ("--density-mean", float, 0.0, "mean of logit_normal"),
+        ("--density-std", float, 1.0, "standard deviation of logit_normal"),
+        ("--density-shift", float, 3.0, "shift of shifted"),
+        ("--held-out", int, 0, "pictures that only give the validation loss"),
+        ("--save-every", int, 100, "steps between states that a crash goes on from"),
+        ("--keep", int, 2, "states to keep while training"),
+        ("--seed", int, 0, "names all random numbers, the adapter's start included"),
+    )  # fmt: skip
+    for name, kind, default, said in numbers:
+        add(name, type=kind, default=default, help=said)
+    choices = (
+        ("--optimizer", ("AdamW", "Adafactor", "Prodigy"), "AdamW", "which optimiser"),
+        ("--schedule", ("constant", "linear", "cosine"), "constant", "rate after the warm-up"),
+        (
+            "--sigma-density",
+            ("uniform", "logit_normal", "shifted", "dynamic_shift", "model"),
+            "logit_normal",
+            "how sigma is drawn",
+        ),
+        ("--algorithm", ("LoRA", "DoRA", "LoHa", "LoKr"), "LoRA", "form of the adapter"),
+        (
+            "--compute",
+            ("model", "bf16", "fp16", "fp32"),
+            "model",
+            "precision of the forward and backward",
+        ),
+    )
+    for name, known, default, said in choices:
+        add(name, choices=known, default=default, help=said)
+    add("--targets", metavar="REGEX", default="", help="Linears that take a LoRA")
+    add(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="less memory, more time",
+    )
+    add("--deterministic", action="store_true", help="only kernels that repeat to the bit")
+    add(
+        "--fresh",
+        dest="resume",
+        action="store_const",
+        const="start again",
+        default="continue",
+        help="start again where the same run was begun",
+    )
+
+
+def train_parser() -> argparse.ArgumentParser:
+    """The options of train, as `nodes.headless.train` takes them."""
+    parser = argparse.ArgumentParser(
+        prog="run.py train",
+        description="Train a LoRA on a folder of pictures, through a gate if one is given. Ctrl-C "
+        "stops when a step is done; the same command again continues.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    source_options(add)
+    add("--native-tier", metavar="PX", type=int, default=1024, help="nominal edge of training")
+    add("--gate", metavar="FILE", type=Path, help="a saved gate; without one all train native")
+    add("--name", default="demotion_lora", help="file name in output/loras")
+    training_options(add)
+    add("--validate-every", type=int, default=50, help="steps between validation losses")
+    return parser
+
+
+def study_parser() -> argparse.ArgumentParser:
+    """The options of study, as `nodes.headless.study` takes them."""
+    parser = argparse.ArgumentParser(
+        prog="run.py study",
+        description="Train the same set natively, again, from another seed, through a gate, "
+        "through it late only and always demoted; tabulate time saved against nearness to native. "
+        "Without --model, --vae and --images on the demo's, where nothing was measured. Arms that "
+        "are finished are not trained again.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    source_options(add, required=False)
+    add("--gate", metavar="FILE", type=Path, help="a saved gate, whose native tier is trained")
+    add("--name", default="study", help="folder in output/demotion/studies")
+    training_options(add)
+    parser.set_defaults(steps=240, warmup_steps=12, schedule="cosine", held_out=2)
     return parser
 
 
@@ -1067,11 +1274,22 @@ def analyse_parser() -> argparse.ArgumentParser:
         type=Path,
         help="what the names of the written files begin with, if not FILE_map",
     )
+    add(
+        "--merged",
+        metavar="FILE",
+        type=Path,
+        help="also write the measurement of all files together here (.jsonl)",
+    )
     return parser
 
 
 # Commands with options of their own.
-PARSERS = {"probe": probe_parser, "analyse": analyse_parser}
+PARSERS = {
+    "probe": probe_parser,
+    "train": train_parser,
+    "study": study_parser,
+    "analyse": analyse_parser,
+}
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -1084,7 +1302,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         add_help=not PARSERS.keys() & set(arguments),
     )
     add = parser.add_argument
-    add("command", choices=("demo", "serve", "probe", "analyse", "test"))
+    add("command", choices=("demo", "serve", *PARSERS, "test"))
     add("--comfyui", metavar="DIR", type=Path, help="use this ComfyUI (default: COMFYUI_PATH)")
     add("--python", metavar="EXE", help="the Python of that ComfyUI, if it is not found by itself")
     add("--install", action="store_true", help="install the requirements which that Python lacks")
@@ -1116,7 +1334,13 @@ def run(arguments: Sequence[str]) -> None:
         host = Host(options.comfyui, options.python)
         if options.command in PARSERS:
             own = PARSERS[options.command]().parse_args(rest)
-            {"probe": probe, "analyse": analyse}[options.command](host, own)
+            count = vars(own).pop("processes", 1)
+            if count > 1 and "WORLD_SIZE" not in os.environ:
+                check_devices(host.python, count)
+                together([sys.executable, *sys.argv], count)
+                return
+            commands = {"probe": probe, "train": train, "study": study, "analyse": analyse}
+            commands[options.command](host, own)
         else:
             {"demo": demo, "serve": serve}[options.command](host, options.port)
         return

@@ -218,7 +218,9 @@ def headline(gap_map: GapMap) -> str:
     """What the numbers of a map are, in one line."""
     relative = f", relative to {gap_map.control}" if gap_map.control else ""
     looks = f", {gap_map.looks} planned looks" if gap_map.looks > 1 else ""
-    return (f"estimand {gap_map.estimand} ({gap_map.estimator}), {gap_map.draws} draws, "
+    samples = gap_map.settings.get("micro_batch", 1)
+    each = f" of {samples} samples each" if samples > 1 else ""
+    return (f"estimand {gap_map.estimand} ({gap_map.estimator}), {gap_map.draws} draws{each}, "
             f"{gap_map.images} images, margin {gap_map.margin:g}{relative}{looks}")
 
 

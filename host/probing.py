@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..demotion import (
     verdict,
     words,
 )
-from . import families, lora_file, memory, rotary, session, text
+from . import families, lora_file, memory, rotary, session, text, velocity
 
 # Draws on which a precision below float32 is compared with it.
 PRECISION_DRAWS = 4
@@ -37,6 +37,8 @@ class Options:
     looks                   how often the map is looked at, 1 to 4: after each look no more pictures
                             go to bins in which every route is decided at the margin
     diagnostics             whether null and the arms that are no routes are measured too
+    one_route               whether the first route of the set is the only one measured
+    micro_batch             draws that share a forward; their mean counts as one draw
     """
 
     bins: tuple[draws.Bin, ...]
@@ -52,6 +54,13 @@ class Options:
     looks: int = 1
     margin: float = 0.05
     diagnostics: bool = True
+    one_route: bool = False
+    micro_batch: int = 1
+
+    @property
+    def batches(self) -> int:
+        """Draws as a cell counts them."""
+        return self.draws // self.micro_batch
 
 
 @dataclass(frozen=True)
@@ -62,11 +71,12 @@ class Preset:
     draws: int
     looks: int
     diagnostics: bool
+    one_route: bool = False
 
 
 PRESETS = {
-    # Whether there is a window: bins where windows are found, nothing but the routes.
-    "quick": Preset("0.5-0.65, 0.65-0.8, 0.8-0.95", 4, 3, diagnostics=False),
+    # Whether there is a window: bins where windows are found, nothing but one route.
+    "quick": Preset("0.5-0.65, 0.65-0.8, 0.8-0.95", 4, 3, diagnostics=False, one_route=True),
     "map": Preset("8", 8, 1, diagnostics=True),
     "full": Preset("12, 1", 16, 1, diagnostics=True),
 }
@@ -80,14 +90,16 @@ def run(
     progress: Callable[[int], Callable[[], None]],
     say: Callable[[str], None] = lambda text: None,
     into: Path | None = None,
+    seen: Callable[[measure.Measurement], None] = lambda measurement: None,
 ) -> tuple[measure.Measurement, Path]:
     """Measure every (image, bin) cell that the folder does not hold yet, pictures in the order of
     their hashes. into names a file to continue in place of the folder's own for these settings.
 
     At each look say is given what is expected or known so far, in lines of text, and progress the
-    number of gradients to take, which returns what to call after each. Raises ValueError, before
-    the first gradient, for a model, adapter, bins or draws that do not fit, and for a file to
-    continue that was measured with other settings.
+    number of gradients to take, which returns what to call after each. seen is given what has been
+    measured, at the start of a look and after each cell, these without their sketches. Raises
+    ValueError, before the first gradient, for a model, adapter, bins or draws that do not fit, and
+    for a file to continue that was measured with other settings.
     """
     low, high = families.sigma_range(model.model)
     for sigma_bin in options.bins:
@@ -96,8 +108,9 @@ def run(
                 f"bin {draws.bin_text(sigma_bin)} leaves the model's sigma range "
                 f"{low:g}-{high:.5g}: choose bins inside it"
             )
-    probe.check_count(options.draws, options.sketch > 0)
-    if not options.diagnostics and not _routes(training_set):
+    probe.check_count(options.draws, options.micro_batch, options.sketch > 0)
+    measured = _measured(training_set, options)
+    if not options.diagnostics and not _routes(measured):
         raise ValueError(
             "the set has no demoted tier, and without diagnostics nothing else is measured: add "
             "Demote Latents, or turn diagnostics on"
@@ -105,21 +118,28 @@ def run(
     if not 1 <= options.looks <= verdict.MAX_LOOKS:
         raise ValueError(f"looks is {options.looks}: plan 1 to {verdict.MAX_LOOKS} looks")
     rotary.check_unaligned(model)
-    if any(arm.rotary for arm in training_set.arms):
+    if any(arm.rotary for arm in measured):
         rotary.check(model, [item.conditioning for item in training_set.items])
+    if options.micro_batch > 1 and any(arm.rotary == velocity.GATED for arm in measured):
+        raise ValueError(
+            f"the set has an arm with rotary alignment {velocity.GATED}, which depends on sigma, "
+            f"and micro_batch is {options.micro_batch}: set it to 1"
+        )
     given, unused = None, []
     if options.lora is not None:
         given, unused = lora_file.read(options.lora, model.model)
     # Two half-sets' sums and a vector for each arm, the adapter, its gradient, the sketch's hash.
-    copies = 3 * len(_arms_of(training_set.arms, options)) + 2 + (options.sketch > 0)
+    copies = 3 * len(measured) + 2 + (options.sketch > 0)
     dense = given is not None and any(kind in given.kind for kind in adapter.DENSE)
-    need = memory.needed(model, training_set, options, copies, dense)
+    need = memory.needed(model, training_set, options, copies, dense, options.micro_batch)
     with session.open_session(model, options.compute, options.checkpointing, need) as live:
+        if options.micro_batch > 1:
+            _check_shared(live, training_set)
         weights = given or _fresh_weights(live, options)
         settings = _settings(live, training_set, options, weights, unused)
         path = into or folder / f"{measure.settings_key(settings)}.jsonl"
         measurement = measure.open_for_append(path, settings)
-        work = _Run(live, training_set, options, weights, need, path)
+        work = _Run(live, training_set, options, weights, need, path, seen)
         work.look_by_look(measurement, progress, say)
     measurement = measure.Measurement.load(path)
     dtype = settings["environment"]["dtype"]
@@ -128,14 +148,6 @@ def run(
         measurement.checks["precision"] = {"dtype": dtype, "cosines": cosines}
         measure.append_check(path, "precision", measurement.checks["precision"])
     return measurement, path
-
-
-def look_sizes(images: int, looks: int) -> list[int]:
-    """How many images have been measured at each look: evenly spaced from the first, which is not
-    planned before a verdict is possible, to all."""
-    first = min(images, max(verdict.MIN_IMAGES, images // looks))
-    steps = max(looks - 1, 1)
-    return [images - round((images - first) * left / steps) for left in reversed(range(looks))]
 
 
 @dataclass
@@ -149,6 +161,7 @@ class _Run:
     weights: adapter.Weights
     need: float
     path: Path
+    seen: Callable[[measure.Measurement], None]
     adapted: adapter.Adapter | None = None
     sketcher: sketch.CountSketch | None = None
 
@@ -162,7 +175,7 @@ class _Run:
         unique = {item.image: item for item in self.training_set.items}
         items = [unique[image] for image in sorted(unique)]
         bins, told = list(self.options.bins), []
-        sizes = look_sizes(len(items), self.options.looks)
+        sizes = verdict.look_sizes(len(items), self.options.looks)
         for look, size in enumerate(sizes, start=1):
             done = {(cell.image, cell.bin) for cell in measurement.cells}
             missing = [
@@ -176,7 +189,8 @@ class _Run:
                 told.append(self.plan(missing))
             say("\n".join(told))
             now = {item.image for item in items[:size]}
-            self.measure([cell for cell in missing if cell[0].image in now], progress)
+            planned = [cell for cell in missing if cell[0].image in now]
+            self.measure(planned, measurement, progress)
             if look == len(sizes) or not bins:
                 break
             measurement = measure.Measurement.load(self.path)
@@ -193,21 +207,28 @@ class _Run:
 
     def gradients(self, cells: Sequence[tuple[arms.Item, draws.Bin]]) -> int:
         """Evaluations that cells take."""
-        encoded = (self.training_set.arms_of(item) for item, _ in cells)
-        return self.options.draws * sum(len(_arms_of(found, self.options)) for found in encoded)
+        counts = (len(_arms_of(self.training_set, item, self.options)) for item, _ in cells)
+        return self.options.batches * sum(counts)
 
     def plan(self, missing: Sequence[tuple[arms.Item, draws.Bin]]) -> str:
         """What it takes to measure cells: evaluations, time from a timed draw, memory, disk."""
         options = self.options
-        counts = [len(_arms_of(self.training_set.arms_of(item), options)) for item, _ in missing]
-        blocks = sketch.blocks_of(options.draws) if options.sketch else 0
+        counts = [len(_arms_of(self.training_set, item, options)) for item, _ in missing]
+        blocks = sketch.blocks_of(options.batches) if options.sketch else 0
         parts = len(self.weights.parts)
         disk = sum(measure.cell_bytes(count, parts, blocks, options.sketch) for count in counts)
         gradients, seconds = self.gradients(missing), self.seconds_per_gradient(*missing[0])
+        native_tier = self.training_set.native_tier
+        routes = [
+            gap_map.arm_title(str(arm), native_tier) for arm in _routes(self.training_set.arms)
+        ]
+        alone = options.one_route and len(routes) > 1
+        left_out = f"{routes[0]} only, without {', '.join(routes[1:])}; " if alone else ""
+        together = f" of {options.micro_batch} draws each, counted as one draw"
         return (
-            f"{'at most ' if options.looks > 1 else ''}{gradients:,} gradients, about "
-            f"{words.duration(gradients * seconds)}; {words.size(self.need)} of memory beside the "
-            f"model; {words.size(disk)} on the disk"
+            f"{left_out}{'at most ' if options.looks > 1 else ''}{gradients:,} gradients"
+            f"{together * (options.micro_batch > 1)}, about {words.duration(gradients * seconds)}; "
+            f"{words.size(self.need)} of memory beside the model; {words.size(disk)} on the disk"
         )
 
     def seconds_per_gradient(self, item: arms.Item, sigma_bin: draws.Bin) -> float:
@@ -220,7 +241,7 @@ class _Run:
                 subject,
                 arm,
                 sigma_bin,
-                0,
+                range(self.options.micro_batch),
                 self.options.seed,
                 self.options.shared_noise,
                 self.live.velocity,
@@ -237,11 +258,14 @@ class _Run:
     def measure(
         self,
         cells: Sequence[tuple[arms.Item, draws.Bin]],
+        measurement: measure.Measurement,
         progress: Callable[[int], Callable[[], None]],
     ) -> None:
-        """Measure these cells, each appended to the file as it is finished."""
+        """Measure these cells, each appended to the file as it is finished, and to what was read
+        from it."""
         options, subject = self.options, None
         tick = progress(self.gradients(cells))
+        self.seen(measurement)
         for item, sigma_bin in cells:
             if subject is None or subject.image != item.image:
                 subject = _subject(self.live, self.training_set, item, options)
@@ -255,8 +279,11 @@ class _Run:
                 self.adapted.parts,
                 tick,
                 self.sketcher,
+                options.micro_batch,
             )
             measure.append(self.path, cell)
+            measurement.cells.append(replace(cell, sketches=None))
+            self.seen(measurement)
 
     def decide(
         self, measurement: measure.Measurement, look: int, images: Collection[str]
@@ -267,7 +294,7 @@ class _Run:
         if name not in measurement.checks:
             cells = [cell for cell in measurement.cells if cell.image in images]
             seen = gap_map.gap_map(
-                measure.Measurement(measurement.settings, cells),
+                measure.Measurement(measurement.settings, cells, measurement.checks),
                 margin=self.options.margin,
                 looks=self.options.looks,
             )
@@ -283,7 +310,8 @@ class _Run:
     def settled(self, sigma_bin: draws.Bin, found: list[list]) -> bool:
         """Whether every route is decided in a bin."""
         decided = {arm for arm, edges, _ in found if tuple(edges) == sigma_bin}
-        return all(str(arm) in decided for arm in _routes(self.training_set))
+        measured = _measured(self.training_set, self.options)
+        return all(str(arm) in decided for arm in _routes(measured))
 
 
 def _look_text(look: int, images: int, found: list[list], options: Options) -> str:
@@ -315,7 +343,7 @@ def _precision(
                     _subject(live, training_set, item, options),
                     str(arms.SRC),
                     sigma_bin,
-                    0,
+                    [0],
                     options.seed,
                     options.shared_noise,
                     live.velocity,
@@ -341,22 +369,43 @@ def _fresh_weights(live: session.Session, options: Options) -> adapter.Weights:
     return adapter.probe_weights(linears, targets, options.rank, options.seed)
 
 
-def _routes(training_set: arms.TrainingSet) -> list[arms.Arm]:
-    return [arm for arm in training_set.arms if gap_map.is_route(str(arm))]
+def _check_shared(live: session.Session, training_set: arms.TrainingSet) -> None:
+    """Raise ValueError for a picture whose draws cannot share a forward."""
+    for item in training_set.items:
+        shape = live.load_arm(training_set, item, arms.SRC)[0].shape
+        # What goes alone has another signature each time.
+        if len({live.velocity.signature(item.conditioning, shape) for _ in range(2)}) > 1:
+            raise ValueError(
+                f"draws of {item.name} cannot share a forward of this {live.family.name}: set "
+                "micro_batch to 1"
+            )
 
 
-def _arms_of(encoded: Sequence[arms.Arm], options: Options) -> list[arms.Arm]:
-    """What is measured of the arms that a set, or a picture of it, has."""
+def _routes(measured: Sequence[arms.Arm]) -> list[arms.Arm]:
+    return [arm for arm in measured if gap_map.is_route(str(arm))]
+
+
+def _measured(training_set: arms.TrainingSet, options: Options) -> list[arms.Arm]:
+    """What is measured of a set."""
+    routes = _routes(training_set.arms)[: 1 if options.one_route else None]
     if not options.diagnostics:
-        return [arms.SRC, *(arm for arm in encoded if gap_map.is_route(str(arm)))]
-    return [arms.SRC, arms.NULL, *(arm for arm in encoded if arm != arms.SRC)]
+        return [arms.SRC, *routes]
+    others = (arm for arm in training_set.arms if arm != arms.SRC)
+    kept = (arm for arm in others if arm in routes or not gap_map.is_route(str(arm)))
+    return [arms.SRC, arms.NULL, *kept]
+
+
+def _arms_of(training_set: arms.TrainingSet, item: arms.Item, options: Options) -> list[arms.Arm]:
+    """What is measured of a picture."""
+    has = (arms.SRC, arms.NULL, *training_set.arms_of(item))
+    return [arm for arm in _measured(training_set, options) if arm in has]
 
 
 def _subject(
     live: session.Session, training_set: arms.TrainingSet, item: arms.Item, options: Options
 ) -> probe.Subject:
     latents, weights = {}, {}
-    for arm in _arms_of(training_set.arms_of(item), options):
+    for arm in _arms_of(training_set, item, options):
         latents[str(arm)], weights[str(arm)] = live.load_arm(training_set, item, arm)
     return probe.Subject(item.image, latents, weights, item.conditioning, training_set.native_tier)
 
@@ -370,9 +419,11 @@ def _settings(
 ) -> dict[str, Any]:
     return {
         "protocol": probe.PROTOCOL,
-        "arms": [str(arm) for arm in _arms_of(training_set.arms, options)],
+        "arms": [str(arm) for arm in _measured(training_set, options)],
         "bins": [list(sigma_bin) for sigma_bin in options.bins],
         "draws": options.draws,
+        # Named where it is not 1, so that files from before it was an option are continued.
+        **({"micro_batch": options.micro_batch} if options.micro_batch > 1 else {}),
         "seed": options.seed,
         "noise": "shared" if options.shared_noise else "independent",
         "sketch": options.sketch,
@@ -412,6 +463,6 @@ def _image_settings(
         "guidance": text.guidance(item.conditioning),
         "grids": {
             str(arm): list(training_set.grid_of(item, arm))
-            for arm in _arms_of(training_set.arms_of(item), options)
+            for arm in _arms_of(training_set, item, options)
         },
     }

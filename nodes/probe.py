@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import folder_paths
 from comfy_api.latest import io
 
-from ..demotion import arms, measure, verdict
+from ..demotion import arms, gap_map, measure, verdict, views
 from ..demotion import draws as random_draws
 from ..host import probing
 from . import files, wires
+from .live import Live
 from .model import compute_inputs
 from .progress import Progress, tell
 
@@ -26,8 +28,8 @@ class ProbePreset(io.ComfyNode):
             node_id="DemotionProbePreset",
             display_name="Probe Preset",
             category=wires.CATEGORY,
-            description="Bins, draws, looks and diagnostics that go together: connect them to the "
-            "probe's widgets of these names.",
+            description="Bins, draws, looks and what is measured that go together: connect them to "
+            "the probe's widgets of these names.",
             search_aliases=["quick", "gap map"],
             inputs=[
                 io.Combo.Input(
@@ -43,13 +45,16 @@ class ProbePreset(io.ComfyNode):
                 io.Int.Output("draws", tooltip="Draws per picture and bin."),
                 io.Int.Output("looks", tooltip="Planned looks."),
                 io.Boolean.Output("diagnostics", tooltip="Whether null and controls are measured."),
+                io.Boolean.Output("one_route", tooltip="Whether only the first route is measured."),
             ],
         )
 
     @classmethod
     def execute(cls, preset: str) -> io.NodeOutput:
         chosen = probing.PRESETS[preset]
-        return io.NodeOutput(chosen.bins, chosen.draws, chosen.looks, chosen.diagnostics)
+        return io.NodeOutput(
+            chosen.bins, chosen.draws, chosen.looks, chosen.diagnostics, chosen.one_route
+        )
 
 
 class GradientProbe(io.ComfyNode):
@@ -125,7 +130,7 @@ class GradientProbe(io.ComfyNode):
                     max=verdict.MAX_LOOKS,
                     optional=True,
                     tooltip="Look at the map this often while pictures come in, and measure no "
-                    "more in bins where every route is decided. Set the same in Debiased Cosine.",
+                    "more in bins where every route is decided.",
                 ),
                 io.Float.Input(
                     "margin",
@@ -154,6 +159,26 @@ class GradientProbe(io.ComfyNode):
                     advanced=True,
                     tooltip="Buckets of a count-sketch of each gradient sum, which the estimands "
                     "population and dataset need; 16384 is usual. 0: none.",
+                ),
+                io.Boolean.Input(
+                    "one_route",
+                    default=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Measure no route but the first of the set: the arm that the first "
+                    "Demote Latents made.",
+                ),
+                io.Int.Input(
+                    "micro_batch",
+                    display_name="draws per forward",
+                    default=1,
+                    min=1,
+                    max=64,
+                    optional=True,
+                    advanced=True,
+                    tooltip="So many draws go through the model at once, and their mean counts as "
+                    "one draw. Draws must be a multiple of it, at least twice. Faster only where "
+                    "one picture does not fill the device.",
                 ),
             ],
             outputs=[
@@ -193,6 +218,8 @@ class GradientProbe(io.ComfyNode):
         margin: float = 0.05,
         diagnostics: bool = True,
         sketch: int = 0,
+        one_route: bool = False,
+        micro_batch: int = 1,
     ) -> io.NodeOutput:
         node_id = cls.hidden.unique_id
         lora = (
@@ -214,18 +241,57 @@ class GradientProbe(io.ComfyNode):
             margin=margin,
             diagnostics=diagnostics,
             sketch=sketch,
+            one_route=one_route,
+            micro_batch=micro_batch,
         )
-        said = [""]
+        watch = Watch(node_id, margin)
         measurement, path = probing.run(
             model,
             training_set,
             options,
             files.output_folder("measurements"),
-            lambda total: Progress(total, node_id, "gradients", said[-1]),
-            said.append,
+            watch.start,
+            watch.say,
+            seen=watch.seen,
         )
-        tell(node_id, f"{said[-1]}\n{len(measurement.cells)} cells in {path.name}".strip())
-        return io.NodeOutput(measurement, ui={"files": [files.shown("measurement", path)]})
+        tell(node_id, f"{watch.said}\n{len(measurement.cells)} cells in {path.name}".strip())
+        return io.NodeOutput(
+            measurement,
+            ui={"files": [files.shown("measurement", path)], **watch.finish(measurement)},
+        )
+
+
+class Watch:
+    """Shows a probe under its node: what is said, how far it is, and the map so far."""
+
+    def __init__(self, node_id: str, margin: float) -> None:
+        self.node_id, self.margin = node_id, margin
+        self.live = Live("map", node_id)
+        self.said = ""
+
+    def say(self, text: str) -> None:
+        self.said = text
+
+    def start(self, total: int) -> Callable[[], None]:
+        self.progress = Progress(total, self.node_id, "gradients", self.said)
+        return self.tick
+
+    def seen(self, measurement: measure.Measurement) -> None:
+        self.measurement, self.key = measurement, measurement.key
+        self.show()
+
+    def tick(self) -> None:
+        self.progress()
+        self.show()
+
+    def show(self) -> None:
+        self.live.show(
+            self.key, lambda: views.map_so_far(self.measurement, self.margin), self.progress
+        )
+
+    def finish(self, measurement: measure.Measurement) -> dict[str, list]:
+        made = gap_map.gap_map(measurement, margin=self.margin)
+        return self.live.finish(measurement.key, views.map_view(made))
 
 
 class SaveMeasurement(files.NamedOutput):

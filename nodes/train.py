@@ -322,6 +322,7 @@ class TrainLora(files.NamedOutput):
                 "images": [files.shown("loss curve", written["loss curve"]), *samples],
                 "text": [result.report],
                 "files": [files.shown(label, path) for label, path in written.items()],
+                **watch.finish(result.history),
             },
         )
 

@@ -66,6 +66,19 @@ def sampled(toy):  # noqa: F811
     return sampling.Sampling(toy[1].items[0].conditioning, steps=3, cfg=1.0)
 
 
+def test_a_closed_gate_is_bit_identical_to_training_without_one(runs):
+    """No rule; a span that never opens; a window that no sample of the run falls into."""
+    empty = gate.Gate((), measured=False, margin=None, source="none", native_tier=TIER)
+    never = gate.by_hand(TIER, 48, (0.0, 1.0), span="late:0.01")
+    narrow = gate.by_hand(TIER, 48, (0.5, 0.5001))
+    without = runs("without", opened=empty)[1]
+    for name, opened in (("never", never), ("narrow", narrow)):
+        closed = runs(name, opened=opened)[1]
+        assert closed.weights.fingerprint == without.weights.fingerprint
+        assert sum(closed.history.demoted) == 0
+    assert runs("open")[1].weights.fingerprint != without.weights.fingerprint
+
+
 def test_pictures_and_saves_on_the_way_change_no_bit(toy, runs):  # noqa: F811
     _, plain = runs("plain")
     seen, watched = runs("watched", sampling=sampled(toy), sample_every=2, save_every=2)
