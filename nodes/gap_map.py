@@ -105,7 +105,7 @@ class DebiasedCosine(io.ComfyNode):
             control=None if control == "none" else control,
             margin=margin,
         )
-        return io.NodeOutput(made, maps.summary(made), ui=live.keep("map", views.map_view(made)))
+        return io.NodeOutput(made, maps.summary(made))
 
 
 class PlotGapMap(files.NamedOutput):
