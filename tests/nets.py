@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn import Linear
 
 from demotion import probe, train
 
@@ -15,8 +16,8 @@ class TinyFlow(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = torch.nn.Linear(5, 8)
-        self.second = torch.nn.Linear(8, 4)
+        self.first = Linear(5, 8)
+        self.second = Linear(8, 4)
 
     def forward(
         self, z: torch.Tensor, sigmas: Sequence[float], contexts: Sequence[object] = ()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.nn import Linear
 
 from demotion import adapter
 
@@ -15,7 +16,7 @@ class Net(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = torch.nn.ModuleList(
-            torch.nn.ModuleDict({"attn": torch.nn.Linear(6, 6), "mlp": torch.nn.Linear(6, 6)})
+            torch.nn.ModuleDict({"attn": Linear(6, 6), "mlp": Linear(6, 6)})
             for _ in range(11)
         )
         self.requires_grad_(False)

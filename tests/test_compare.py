@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch.nn import Linear
 
 import run
 from demotion import adapter, compare
@@ -450,7 +451,7 @@ def test_without_a_model_nothing_is_guessed(model, tmp_path) -> None:
 def test_a_dora_on_weights_stored_in_eight_bits_is_refused(comfy) -> None:
     from pack.host import comparing
 
-    network = torch.nn.Sequential(torch.nn.Linear(4, 4)).to(torch.float8_e4m3fn)
+    network = torch.nn.Sequential(Linear(4, 4)).to(torch.float8_e4m3fn)
     base = comparing._bases(SimpleNamespace(diffusion_model=network))
     with pytest.raises(ValueError, match="0 by DoRA .* torch.float8_e4m3fn: load MODEL in another"):
         base("0")
