@@ -19,6 +19,7 @@ import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.tuners.lokr.layer import factorization
 from safetensors.torch import save
+from torch.nn import Linear
 
 from . import draws, measure
 
@@ -303,7 +304,7 @@ class Adapter:
             _check(name, base, self.start[name], device)
             # PEFT is shown a plain Linear without storage, so that the base's class, precision and
             # place do not matter to it.
-            stand_in = torch.nn.Linear(base.in_features, base.out_features, device="meta")
+            stand_in = Linear(base.in_features, base.out_features, device="meta")
             model.set_submodule(name, stand_in)
         for kind in KINDS:
             names = [name for name in bases if self.start[name].kind == kind]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ import comfy.quant_ops
 import comfyui_version
 import torch
 from comfy_kitchen.backends.eager import rope
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..demotion import adapter, arms
@@ -32,29 +31,41 @@ from .fingerprint import fingerprint, patches_of
 from .velocity import Velocity
 
 
-class OutOfPlaceAdditions(TorchFunctionMode):
+class OutOfPlaceAdditions:
     """Rebinds `a += b` to a new tensor while gradients are taken.
 
-    Flux-like blocks write into activations that autograd has saved. Python calls Tensor.add_ for
-    the statement and binds the name to what is returned, so returning a sum leaves the saved tensor
-    as it was. Where a model ignores the result of add_ this would change its forward, which
+    Flux-like blocks write into activations that autograd has saved. Python calls Tensor.__iadd__
+    for the statement and binds the name to what is returned, so returning a sum leaves the saved
+    tensor as it was. Where a model ignores the result of add_ this would change its forward, which
     `Session.check_additions` looks for.
     """
 
     enabled = True
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if self.enabled and torch.is_grad_enabled() and _in_graph(args):
-            if func is torch.Tensor.add_:
-                return torch.add(*args, **(kwargs or {})).to(args[0].dtype)
+    def methods(self) -> dict[str, Callable[..., torch.Tensor]]:
+        """What stands in for these methods of torch.Tensor. On the class, where other operations
+        pay nothing for it, and where the threads of a backward see it too."""
+        in_place, scaled_in_place = torch.Tensor.add_, torch.Tensor.addcmul_
+
+        def add(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if self._converts(args):
+                return torch.add(*args, **kwargs).to(args[0].dtype)
+            return in_place(*args, **kwargs)
+
+        def addcmul(*args: Any, **kwargs: Any) -> torch.Tensor:
             # Saves its own factor, then writes over it.
-            if func is torch.Tensor.addcmul_ and args[0] is args[1]:
-                return torch.addcmul(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            if args[0] is args[1] and self._converts(args):
+                return torch.addcmul(*args, **kwargs)
+            return scaled_in_place(*args, **kwargs)
 
+        return {"__iadd__": add, "add_": add, "addcmul_": addcmul}
 
-def _in_graph(tensors: tuple) -> bool:
-    return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
+    def _converts(self, args: tuple) -> bool:
+        return (
+            self.enabled
+            and torch.is_grad_enabled()
+            and any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in args)
+        )
 
 
 # How precisely the model computes; "model" is as ComfyUI would for inference.
@@ -192,12 +203,14 @@ def open_session(
             )
         patcher.pre_run()
         stack.enter_context(_eager_rope())
+        additions = OutOfPlaceAdditions()
+        stack.enter_context(_switched(torch.Tensor, **additions.methods()))
         live = Session(
             patcher,
             family,
             Velocity(patcher, FP16_SCALE if compute == "fp16" else 1.0),
             name,
-            stack.enter_context(OutOfPlaceAdditions()),
+            additions,
             checkpointing,
         )
         for name, module in live.network.named_modules():
@@ -205,7 +218,7 @@ def open_session(
                 module.register_forward_pre_hook(_copy_inputs)
         if checkpointing:
             for block in families.blocks(live.network).values():
-                block.forward = _checkpointed(block.forward, live.additions)
+                block.forward = _checkpointed(block.forward)
         yield live
 
 
@@ -213,14 +226,12 @@ def _copy_inputs(module: torch.nn.Module, inputs: tuple) -> tuple:
     return nested.mapped(inputs, torch.clone)
 
 
-def _checkpointed(
-    forward: Callable[..., Any], additions: OutOfPlaceAdditions
-) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A block's forward that keeps its inputs only, and computes the rest again in the backward.
 
-    The second time may come in another thread, where modes are off, and after the network has gone
-    on to change what it passed: so dictionaries are kept as they were, the block is given copies it
-    may write into, and an input that was written into since is an error.
+    The second time comes after the network has gone on to change what it passed: so dictionaries
+    are kept as they were, the block is given copies it may write into, and an input that was
+    written into since is an error.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -239,12 +250,7 @@ def _checkpointed(
             own_args, own_kwargs = nested.mapped(kept, torch.clone)
             return forward(*own_args, **own_kwargs)
 
-        return checkpoint(
-            run,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), additions),
-        )
+        return checkpoint(run, use_reentrant=False, preserve_rng_state=False)
 
     return call
 
@@ -257,15 +263,19 @@ def _unload(patcher: comfy.model_patcher.ModelPatcher) -> None:
 
 @contextmanager
 def _switched(owner: Any, **values: Any) -> Iterator[None]:
-    """Attributes of a module set to values, and set back."""
-    before = {name: getattr(owner, name) for name in values}
+    """Attributes of a module or class set to values, and set back; one that was inherited is
+    inherited again."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
 
 
 def _eager_rope() -> AbstractContextManager[None]:

@@ -1,10 +1,11 @@
-"""The widgets that say how training draws sigma, the same wherever they stand."""
+"""The widgets that say how training draws sigma and how fast it learns, the same wherever they
+stand."""
 
 from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..demotion import draws
+from ..demotion import draws, train
 from ..host import families
 
 OWN = "model"
@@ -47,6 +48,26 @@ def density_inputs() -> list[io.Input]:
             step=0.1,
             advanced=True,
             tooltip="Shift of shifted; 1 is uniform, larger is noisier.",
+        ),
+    ]
+
+
+def schedule_inputs() -> list[io.Input]:
+    """Widgets schedule and warmup_steps."""
+    return [
+        io.Combo.Input(
+            "schedule",
+            options=list(train.SCHEDULES),
+            default="constant",
+            tooltip="Learning rate after the warm-up: constant, or a line or a cosine down to 0.",
+        ),
+        io.Int.Input(
+            "warmup_steps",
+            default=0,
+            min=0,
+            max=100000,
+            advanced=True,
+            tooltip="Steps over which the learning rate rises linearly.",
         ),
     ]
 

@@ -13,7 +13,7 @@ from ..demotion import arms, gate_cost, plots
 from ..demotion import gate as gates
 from ..demotion import train as loop
 from . import wires
-from .density import density_inputs, density_of
+from .density import density_inputs, density_of, schedule_inputs
 
 
 class GateCost(io.ComfyNode):
@@ -45,20 +45,7 @@ class GateCost(io.ComfyNode):
                     max=256,
                     tooltip="Samples a step. It changes how many steps are mixed, not the saving.",
                 ),
-                io.Combo.Input(
-                    "schedule",
-                    options=list(loop.SCHEDULES),
-                    default="constant",
-                    tooltip="Learning rate after the warm-up. It matters to spans by mass.",
-                ),
-                io.Int.Input(
-                    "warmup_steps",
-                    default=0,
-                    min=0,
-                    max=100000,
-                    advanced=True,
-                    tooltip="Steps over which the learning rate rises linearly.",
-                ),
+                *schedule_inputs(),
                 io.Combo.Input(
                     "theme",
                     options=list(plots.THEMES),

@@ -17,7 +17,7 @@ from ..demotion import adapter, arms, measure, plots, views
 from ..demotion import train as loop
 from ..host import sampling, training
 from . import files, wires
-from .density import density_inputs, density_of
+from .density import density_inputs, density_of, schedule_inputs
 from .live import Live
 from .model import compute_inputs
 from .progress import Progress, tell
@@ -88,21 +88,7 @@ class TrainLora(files.NamedOutput):
                     tooltip="Names all random numbers, the adapter's start included.",
                 ),
                 *density_inputs(),
-                io.Combo.Input(
-                    "schedule",
-                    options=list(loop.SCHEDULES),
-                    default="constant",
-                    tooltip="Learning rate after the warm-up: constant, or a line or a cosine down "
-                    "to 0.",
-                ),
-                io.Int.Input(
-                    "warmup_steps",
-                    default=0,
-                    min=0,
-                    max=100000,
-                    advanced=True,
-                    tooltip="Steps over which the learning rate rises linearly.",
-                ),
+                *schedule_inputs(),
                 io.String.Input(
                     "targets",
                     default="",

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import conftest
+import conftest  # noqa: F401 - names the pack's rooms where this runs as a program
 import nets
 import pytest
 import test_train
 import torch
 
+import run
 from demotion import states, train
 
 STOP = 5
@@ -69,12 +70,12 @@ def made(comfy, tmp_path_factory) -> Iterator[SimpleNamespace]:
     folder = tmp_path_factory.mktemp("team")
     command = [sys.executable, __file__, comfy.__path__[0], str(folder)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conftest.run, "HOME", folder)
+        patch.setattr(run, "HOME", folder)
         with pytest.raises(SystemExit) as stopped:
-            conftest.run.together([*command, "begin"], 2)
+            run.together([*command, "begin"], 2)
         kept = states.States(folder / "stopped", 2).steps()
         shutil.copytree(folder / "stopped", folder / "taken over")
-        conftest.run.together([*command, "resume"], 2)
+        run.together([*command, "resume"], 2)
 
     def results(name: str) -> list[dict]:
         return [torch.load(folder / f"{name}_{rank}.pt") for rank in (0, 1)]
@@ -137,10 +138,10 @@ def test_one_process_goes_on_from_the_state_of_two(made):
 
 
 def test_a_process_that_fails_is_named_with_what_it_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(conftest.run, "HOME", tmp_path)
+    monkeypatch.setattr(run, "HOME", tmp_path)
     code = "import os, sys; sys.exit('no memory' if os.environ['RANK'] == '1' else 0)"
-    with pytest.raises(conftest.run.Stop, match="ended with code 1.*process_1.log.*\nno memory"):
-        conftest.run.together([sys.executable, "-c", code], 2)
+    with pytest.raises(run.Stop, match="ended with code 1.*process_1.log.*\nno memory"):
+        run.together([sys.executable, "-c", code], 2)
 
 
 def test_processes_of_several_machines_are_refused(comfy, monkeypatch):
