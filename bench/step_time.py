@@ -77,7 +77,7 @@ class Outcome:
 
     size: int = 0
     peak: int = 0
-    turns: Sequence[Any] = ()
+    turns: Sequence[int] = ()
     error: str | None = None
 
 
@@ -144,6 +144,14 @@ def in_turns(
             hear(name)
     # The first is the start.
     return {name: seconds[1 + sides[name][1].warm :] for name, seconds in times.items()}, outcomes
+
+
+def alone(
+    comfyui: str, work: Callable[[Turns, Case], Outcome], case: Case
+) -> tuple[list[float], Sequence[int]]:
+    """What one side told of its turns when all were its own, and what each of them was."""
+    times, outcomes = in_turns(comfyui, {"": (work, case)})
+    return times[""], outcomes[""].turns
 
 
 def _side(
@@ -370,12 +378,13 @@ def beside_train_lora(comfyui: str, family: str, file: Path, checkpointing: bool
 
 def savings(comfyui: str, name: str, case: Case) -> str:
     """A line of the second table."""
-    times, told = in_turns(comfyui, {"steps": (ours, case), "costs": (costs, case)})
-    demoted, seconds = told["steps"].turns, times["steps"]
+    # One after the other: what comes first after waiting for a turn is slower.
+    seconds, demoted = alone(comfyui, ours, case)
+    ratios, split = alone(comfyui, costs, case)
     after_native = [i for i in range(1, len(seconds)) if demoted[i] and not demoted[i - 1]]
     counts = [demoted[i] for i in after_native]
     whole = medians(counts, [seconds[i] / seconds[i - 1] for i in after_native])
-    bare = medians(told["costs"].turns, times["costs"])
+    bare = medians(split, ratios)
     predicted, realised = (
         1 - statistics.mean(ratio[count] for count in counts) for ratio in (bare, whole)
     )

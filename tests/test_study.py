@@ -32,6 +32,7 @@ def made() -> study.Study:
     rows = []
     for index, arm in enumerate(study.arms(GATE)):
         took = history([9.0] + [1.0 - 0.1 * index] * 4, [[]] * 5, [(0, 1.5), (5, 1.25)])
+        took.cells, took.native_cells = [100 - 3 * index], [100]
         rows.append(study.row(arm, took, index / 20, found.get(arm.name, 0.5)))
     return study.Study(rows, "A setting.")
 
@@ -122,7 +123,7 @@ def test_the_table_has_a_row_an_arm_with_its_saving_relative_to_native(made):
     assert len({line.count("|") for line in lines[:10]}) == 1
     for line, index, row in zip(lines[2:], range(8), made.rows):
         assert line.startswith(f"| {row.arm} | {1 - 0.1 * index:.4f} s | {10 * index:.1f}% |")
-        assert f"| {5 * index:.1f}% | 0.0% | {row.cosine:.4f} | 1.5000 -> 1.2500 |" in line
+        assert f"| {5 * index:.1f}% | {3 * index:.1f}% | {row.cosine:.4f} | 1.5000 -> 1.2500 |" in line
     assert "A setting." in lines and study.TIMES in lines
     assert any(line.startswith("gated, late:0.5 by mass: 256 -> 224") for line in lines)
 
@@ -135,9 +136,9 @@ def test_the_figure_shows_realised_and_predicted_saving_and_the_references(made,
     assert across == [0.98, 0.1]
     alone = [line for line in axes.lines if len(line.get_xdata()) == 1]
     shown = {(round(line.get_xdata()[0], 6), line.get_fillstyle()) for line in alone}
-    expected = {(10.0 * index, "full") for index in range(3, 8)}
+    expected = {(3.0 * index, "full") for index in range(3, 8)}
     expected |= {(5.0 * index, "none") for index in range(3, 8)}
     assert shown == expected
     text = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert "twin: cosine 0.980" in text and "gated: 30.0 %, cosine 0.500" in text
+    assert "twin: cosine 0.980" in text and "gated: 9.0 %, cosine 0.500" in text
     assert plots.png(figure) == plots.png(plots.study_figure(made, theme))
