@@ -56,6 +56,7 @@ def state_of(comfy, model):
         modules,
         kernels,
         comfy.model_management.in_training,
+        dict(vars(torch.Tensor)),
         loaded,
         torch.is_inference_mode_enabled(),
         torch.is_grad_enabled(),
