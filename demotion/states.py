@@ -29,10 +29,14 @@ class States:
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:07}.pt"
 
+    def newest(self, most: int) -> int:
+        """Steps of the newest state of at most so many, 0 without one."""
+        return max((step for step in self.steps() if step <= most), default=0)
+
     def load(self, most: int) -> dict[str, Any] | None:
         """The newest state of at most so many steps, or None."""
-        found = [step for step in self.steps() if step <= most]
-        return torch.load(self.path(found[-1]), weights_only=True) if found else None
+        step = self.newest(most)
+        return torch.load(self.path(step), weights_only=True) if step else None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write a state, then remove those before it but the last few.

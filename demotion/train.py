@@ -220,11 +220,10 @@ def train(
     try:
         for step in range(len(history.losses), settings.steps):
             started = time.perf_counter()
+            first = step * settings.samples
             samples = [
-                plan_sample(pupils[order[number]], gate, settings, course, step, index)
-                for index, number in enumerate(
-                    range(step * settings.samples, (step + 1) * settings.samples)
-                )
+                plan_sample(pupils[order[first + index]], gate, settings, course, step, index)
+                for index in range(settings.samples)
             ]
             loss = torch.zeros((), device=parameters[0].device)
             for batch in batches(samples[team.rank :: team.size], together, velocity):

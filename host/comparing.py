@@ -59,7 +59,7 @@ def read_alone(path: Path) -> adapter.Weights:
     modules, loaded = {}, set()
     for stem, patch in comfy.lora.load_lora(tensors, {s: s for s in stems}, False).items():
         try:
-            modules[stem.removeprefix(adapter.PREFIX)] = lora_file._factors(patch)
+            modules[stem.removeprefix(adapter.PREFIX)] = lora_file.factors_of(patch)
         except ValueError as error:
             raise ValueError(
                 f"LoRA {path.name} changes {stem} in a way this pack cannot follow: {error}. "

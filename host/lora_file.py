@@ -50,7 +50,7 @@ def read(path: Path, model: comfy.model_base.BaseModel) -> tuple[adapter.Weights
         key, *place = (target,) if isinstance(target, str) else target
         name = key.removeprefix(adapter.PREFIX).removesuffix(".weight")
         try:
-            factors = _factors(patch)
+            factors = factors_of(patch)
             if name not in linears or not key.endswith(".weight"):
                 raise ValueError("it is not the weight of a Linear")
             rows = linears[name].out_features
@@ -79,7 +79,7 @@ def _rows(place: list[Any], rows: int) -> tuple[int, int]:
     return start, length
 
 
-def _factors(patch: Any) -> adapter.Factors:
+def factors_of(patch: Any) -> adapter.Factors:
     """What ComfyUI's loader made of one module's keys, in the pack's names."""
     kind = patch.name if isinstance(patch, comfy.weight_adapter.WeightAdapterBase) else patch[0]
     if kind in REFUSED:

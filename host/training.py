@@ -188,7 +188,7 @@ def run(
             kept.clear()
         # Nobody looks for a state before it was cleared.
         team.add([torch.zeros((), device=live.device)])
-        done = max((step for step in kept.steps() if step <= settings.steps), default=0)
+        done = kept.newest(settings.steps)
         watch.start(settings.steps, done)
 
         average = None
