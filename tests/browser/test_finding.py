@@ -29,9 +29,16 @@ def test_the_server_lists_the_blueprint(server: Any) -> None:
 
 def test_the_blueprint_is_found_by_search_and_inserted_whole(page: Page, tmp_path: Path) -> None:
     load(page, EMPTY)
-    page.wait_for_timeout(1500)
-    page.mouse.dblclick(800, 600)
-    page.get_by_placeholder("Add a node...").fill(BLUEPRINT.stem.lower())
+    search = page.get_by_placeholder("Add a node...")
+
+    def opened() -> bool:
+        # A front end that is still busy with the graph does not hear a double click.
+        page.mouse.dblclick(800, 600)
+        page.wait_for_timeout(1000)
+        return search.is_visible()
+
+    until(page, opened)
+    search.fill(BLUEPRINT.stem.lower())
     page.get_by_test_id("result-item").filter(has_text=BLUEPRINT.stem).wait_for()
     page.screenshot(path=tmp_path / "search.png")
     page.keyboard.press("Enter")
