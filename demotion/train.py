@@ -112,6 +112,7 @@ class History:
     cells         latent cells that went through the model; native_cells without a gate
     seconds       from a step's start to its end
     plans         (steps done, steps planned) of the run, and of each longer one that went on
+    environments  (steps done, what its bits depend on) likewise, of each machine that went on
     """
 
     losses: list[float] = field(default_factory=list)
@@ -121,6 +122,7 @@ class History:
     seconds: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
     plans: list[tuple[int, int]] = field(default_factory=list)
+    environments: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
 
     @property
     def demoted(self) -> list[int]:
@@ -194,10 +196,12 @@ def train(
     held_out: Sequence[Pupil] = (),
     average: Sequence[torch.Tensor] | None = None,
     team: Team = ALONE,
+    environment: Mapping[str, Any] | None = None,
 ) -> History:
     """Train the parameters in place, and let tensors like them follow as their moving average.
 
-    A run goes on from the newest of its states. One is written every save_every steps, at the end,
+    A run goes on from the newest of its states, bit for bit where the environment (device, kernels,
+    threads: what is written down of them) is the same. One is written every save_every steps, at the end,
     and where something stops the run between two steps: tick, which is called after every step and
     may raise, or an error. Raises ValueError for a batch that the team cannot share, Diverged (and
     writes no state), and OSError for a state that cannot be written.
@@ -212,8 +216,12 @@ def train(
     run = _Run(parameters, optimizer, average, settings.ema_decay)
     run.restore(states.load(settings.steps))
     history, course = run.history, settings.course
-    if [steps for _, steps in history.plans][-1:] != [settings.steps]:
-        history.plans.append((len(history.losses), settings.steps))
+    for written, here in (
+        (history.plans, settings.steps),
+        (history.environments, dict(environment or {})),
+    ):
+        if [entry for _, entry in written][-1:] != [here]:
+            written.append((len(history.losses), here))
     order = Order([pupil.repeats for pupil in pupils], settings.seed)
     together = max(1, settings.batch_size // team.size)
     run.validate(held_out, velocity, settings.validate_every)

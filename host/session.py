@@ -102,7 +102,7 @@ class Session:
             "device": torch.cuda.get_device_name(self.device) if cuda else self.device.type,
             "dtype": str(self.patcher.model.get_dtype_inference()).removeprefix("torch."),
             "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "comfyui": comfyui_version.__version__,
             "attention": comfy.ldm.modules.attention.optimized_attention.__name__,
             "checkpointing": self.checkpointing,

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +226,7 @@ def run(
             [_pupil(live, training_set, item) for item in held_out],
             average,
             team,
+            live.environment,
         )
         trained_weights = weights()
         differences = _differences(live, opened, options, len(targets))
@@ -298,8 +300,9 @@ def _key(
     options: Options,
     targets: list[str],
 ) -> str:
-    """Names the run by everything that a step depends on but how many there will be, so that the
-    same run is continued, and so is one of more steps."""
+    """Names the run by what was chosen for it but how many steps there will be, so that the same run
+    is continued, and so is one of more steps; also where kernels or threads are others, after an
+    update, say, which the report then tells."""
     pictures = [
         (
             item.image,
@@ -311,7 +314,7 @@ def _key(
     ]
     named_by = (
         live.fingerprint,
-        live.environment,
+        live.environment["dtype"],
         training_set.codec.fingerprint,
         training_set.native_tier,
         pictures,
@@ -389,6 +392,16 @@ def _report(
         lines.append(
             f"The run was planned for {plans} steps: schedules and spans are laid over a plan, so "
             "that one run of all steps would differ if it has any."
+        )
+    for (_, before), (step, here) in pairwise(history.environments):
+        changed = (
+            f"{name} {here[name]} (before: {before[name]})"
+            for name in here
+            if here[name] != before[name]
+        )
+        lines.append(
+            f"From step {step + 1} on the run had {', '.join(changed)}, so that it is not bit for "
+            "bit what it would have been uninterrupted."
         )
     if history.validation:
         (_, first), (_, last) = history.validation[0], history.validation[-1]

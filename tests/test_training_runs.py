@@ -133,6 +133,22 @@ def test_a_cancelled_run_goes_on_to_the_same_lora(runs, tmp_path):
     assert whole.weights.fingerprint != runs("raw")[1].weights.fingerprint
 
 
+def test_a_run_goes_on_where_the_threads_are_others_and_says_so(runs, tmp_path):
+    """As after an update of torch, or from several processes to one."""
+    threads = torch.get_num_threads()
+    with pytest.raises(KeyboardInterrupt):
+        runs("run", Seen(stop=4))
+    torch.set_num_threads(threads + 1)
+    try:
+        seen, resumed = runs("run")
+    finally:
+        torch.set_num_threads(threads)
+    assert seen.starts == [(6, 4)]
+    said = f"From step 5 on the run had threads {threads + 1} (before: {threads}), so that it is not"
+    assert said in resumed.report
+    assert "not bit for bit" not in runs("whole")[1].report
+
+
 def test_more_steps_go_on_and_a_fresh_run_starts_again(runs, tmp_path):
     runs("run")
     seen, longer = runs("run", steps=9)
