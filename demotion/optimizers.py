@@ -19,7 +19,7 @@ class Kind:
 
 
 def _adamw(parameters: Sequence[torch.nn.Parameter], rate: float, decay: float):
-    return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay)
+    return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, fused=True)
 
 
 def _adafactor(parameters: Sequence[torch.nn.Parameter], rate: float, decay: float):
