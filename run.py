@@ -1132,7 +1132,7 @@ def probe_parser() -> argparse.ArgumentParser:
         help="whether the arms of a draw share their noise",
     )
     add("--lora", metavar="FILE", type=Path, help="the LoRA whose gradient is taken, if not fresh")
-    add("--rank", type=int, default=8, help="rank of a fresh LoRA")
+    add("--rank", type=int, default=16, help="rank of a fresh LoRA")
     add("--targets", metavar="REGEX", default="", help="Linears that a fresh LoRA sits on")
     add(
         "--compute",

@@ -6,16 +6,18 @@ First part: batch 1 without a gate, both trainers in float32 on the same latents
 and rank 8, with and without checkpointing. The pack's LoRA is on all Linears; ComfyUI's trainer has
 no choice of targets, and trains all weights, norms and biases. Flux shows what goes wrong there.
 Each trainer runs in a process of its own, and they take turns, a step at a time. Memory is the
-highest resident size in training over that before the first step (Linux).
+highest resident size in training over that before the first step, in processes for that alone in
+which freed memory is given back at once (Linux).
 
-Second part: what a gate (half of the noise levels, every other step) saves in the steps in which it
-demotes samples. Realised is 1 - the time of such a step over that of the native one before it.
-Predicted is the same if a step were no more than its forwards and backwards, which are timed by
-themselves on a native batch and on one of which so many samples are demoted. Nano: the demo's
-pictures, 256 -> 192. Mid-size: a random Flux of 100 M parameters, 1024 -> 768.
+Second part: what a gate (half of the noise levels, every other step) saves of native training's
+time. Realised: 1 - the mean step over a native one. Predicted: the same of bare steps of the same
+batches, each timed after a step of the trainer in the same process: forwards and backwards of the
+native and of the demoted samples, clipping, an optimiser's step. Nano: the demo's pictures,
+256 -> 192. Mid-size: a random Flux of 100 M parameters, 1024 -> 768.
 
-Times are processor time on one thread, without the first steps; what is compared are neighbours,
-and the median of their ratios counts. Run with the Python that runs ComfyUI:
+Times are processor time on one thread, without the first steps; medians of steps that demoted so
+many samples. In the first part what is compared are neighbours, and the median of their ratios
+counts. Run with the Python that runs ComfyUI:
 
     .comfyui/venv/bin/python bench/step_time.py .comfyui/ComfyUI
 """
@@ -26,25 +28,30 @@ import argparse
 import ctypes
 import gc
 import multiprocessing
+import os
 import re
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import common
 
 MB = 1 << 20
 RANK, ALPHA, RATE = 8, 1.0, 5e-4
+# glibc gives back what is freed, so that the resident size is what is in use. This takes time.
+GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 WINDOW = (0.5, 1.0)
 PICTURES = 4
 NANO = common.ROOT / "demo" / "models" / "diffusion_models" / "demotion_nano_flux.safetensors"
 BESIDE = "{:<8}{:<14}{:>10}{:>12}{:>9}{:>12}{:>7}{:>9}{:>12}{:>7}"
-SAVING = "{:<15}{:>6}{:>12}{:>9}{:>11}{:>10}{:>7}"
+SAVING = "{:<15}{:>6}{:>12}{:>8}{:>9}{:>11}{:>10}{:>7}"
 NANO_VAE = common.ROOT / "demo" / "models" / "vae" / "demotion_nano_vae.safetensors"
 
 
@@ -72,12 +79,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a process tells at its end: trained numbers, highest memory in bytes, and what each of
-    its turns was."""
+    """What a process tells at its end: trained numbers, and highest memory in bytes."""
 
     size: int = 0
     peak: int = 0
-    turns: Sequence[int] = ()
     error: str | None = None
 
 
@@ -88,7 +93,7 @@ class Turns:
     def __init__(self, line: Connection) -> None:
         self.line = line
 
-    def start(self, steps: int = 0, done: int = 0) -> None:
+    def start(self, plan: Any = None) -> None:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
@@ -104,9 +109,8 @@ class Turns:
     def peak(self) -> int:
         return _resident("VmHWM") - self.before
 
-    def tell(self, found: float) -> None:
-        """Instead of the seconds of a step."""
-        self.line.send(found)
+    def tell(self, seconds: float) -> None:
+        self.line.send(seconds)
         self.line.recv()
         self.started = time.process_time()
 
@@ -119,8 +123,8 @@ def _resident(name: str) -> int:
 def in_turns(
     comfyui: str, sides: Mapping[str, tuple[Callable[[Turns, Case], Outcome], Case]]
 ) -> tuple[dict[str, list[float]], dict[str, Outcome]]:
-    """What every side told of its turns (seconds, but for `costs`), each side in a process of its
-    own, and at its end."""
+    """The seconds of every side's turns, each side in a process of its own, and what it told at its
+    end."""
     spawn = multiprocessing.get_context("spawn")
     lines, outcomes = {}, {}
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -146,14 +150,6 @@ def in_turns(
     return {name: seconds[1 + sides[name][1].warm :] for name, seconds in times.items()}, outcomes
 
 
-def alone(
-    comfyui: str, work: Callable[[Turns, Case], Outcome], case: Case
-) -> tuple[list[float], Sequence[int]]:
-    """What one side told of its turns when all were its own, and what each of them was."""
-    times, outcomes = in_turns(comfyui, {"": (work, case)})
-    return times[""], outcomes[""].turns
-
-
 def _side(
     line: Connection, comfyui: str, work: Callable[[Turns, Case], Outcome], case: Case
 ) -> None:
@@ -168,11 +164,11 @@ def _side(
 
 
 def ours(turns: Turns, case: Case) -> Outcome:
-    """The pack's trainer, without a gate or through one."""
+    """The pack's trainer, without a gate."""
     import torch
     from pack.host import training
 
-    from demotion import gate, train
+    from demotion import train
 
     with tempfile.TemporaryDirectory() as folder:
         model, the_set = model_and_set(case, Path(folder))
@@ -180,17 +176,14 @@ def ours(turns: Turns, case: Case) -> Outcome:
         options = training.Options(
             settings, RANK, ALPHA, case.targets, compute="fp32", checkpointing=case.checkpointing
         )
-        opened = gate.Gate((), False, None, "by hand", case.native)
-        if case.demoted:
-            opened = gate.by_hand(case.native, case.demoted, WINDOW, "spread:0.5")
         with torch.inference_mode():
-            result = training.run(model, the_set, opened, options, Path(folder) / "runs", turns)
+            result = training.run(model, the_set, None, options, Path(folder) / "runs", turns)
     size = sum(
         tensor.numel()
         for factors in result.weights.modules.values()
         for tensor in factors.tensors.values()
     )
-    return Outcome(size, turns.peak, result.history.demoted[case.warm :])
+    return Outcome(size, turns.peak)
 
 
 def theirs(turns: Turns, case: Case) -> Outcome:
@@ -232,43 +225,71 @@ def theirs(turns: Turns, case: Case) -> Outcome:
     return Outcome(sum(tensor.numel() for tensor in lora.values()), turns.peak)
 
 
-def costs(turns: Turns, case: Case) -> Outcome:
-    """In every turn the forwards and backwards of a batch of which so many samples are demoted,
-    over those of a native one."""
-    import torch
-    from pack.host import families, session
+class Beside:
+    """Times the trainer's steps, as their Watch, and after each one a bare one: the forwards and
+    backwards of such a batch, clipping and an optimiser's step at a rate of 0, in the trainer's own
+    session. Both by how many samples were demoted, in seconds."""
 
-    from demotion import adapter, arms, draws
+    def __init__(self, case: Case, the_set: Any) -> None:
+        self.case, self.the_set = case, the_set
+        self.steps: list[tuple[int, float]] = []
+        self.bare: list[tuple[int, float]] = []
 
-    tiers = {None: arms.SRC, case.demoted: arms.Arm("demote", case.demoted)}
-    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        model, the_set = model_and_set(case, Path(folder))
-        with session.open_session(model, "fp32", case.checkpointing) as live:
-            linears = families.linears(live.network)
-            targets = adapter.match_targets(linears, families.targets_of(live.family, case.targets))
-            trained = live.adapt(adapter.zero_weights(linears, targets, RANK, ALPHA, 0))
-            item = the_set.items[0]
-            latents = {tier: live.load_arm(the_set, item, arm)[0] for tier, arm in tiers.items()}
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While a run lasts."""
+        from pack.host import session
 
-            def seconds(tier: int | None, count: int) -> float:
-                if not count:
-                    return 0.0
-                began = time.process_time()
-                latent = latents[tier].repeat(count, *[1] * (latents[tier].ndim - 1))
-                predicted = live.velocity(latent, [0.5] * count, [item.conditioning] * count)
+        opening = session.open_session
+
+        @contextmanager
+        def kept(*args: Any) -> Iterator[Any]:
+            with opening(*args) as self.live:
+                yield self.live
+
+        session.open_session = kept
+        try:
+            yield
+        finally:
+            session.open_session = opening
+
+    def start(self, plan: Any) -> None:
+        import torch
+
+        from demotion import arms
+
+        parameters = self.live.network.parameters()
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, fused=True)
+        item = self.the_set.items[0]
+        self.latents = [
+            self.live.load_arm(self.the_set, item, arm)[0]
+            for arm in (arms.SRC, arms.Arm("demote", self.case.demoted))
+        ]
+
+    def step(self, history: Any) -> None:
+        if history.losses:
+            self.steps.append((history.demoted[-1], time.process_time() - self.began))
+            # What came before either is a batch of another make-up, as often as not.
+            self.time_bare(history.demoted[-2:][0])
+        self.began = time.process_time()
+
+    def time_bare(self, demoted: int) -> None:
+        import torch
+
+        from demotion import draws
+
+        began = time.process_time()
+        conditioning = self.the_set.items[0].conditioning
+        for one, count in zip(self.latents, (self.case.batch - demoted, demoted)):
+            if count:
+                latent = one.repeat(count, *[1] * (one.ndim - 1))
+                predicted = self.live.velocity(latent, [0.5] * count, [conditioning] * count)
                 draws.velocity_loss(predicted, latent, -latent).backward()
-                took = time.process_time() - began
-                for parameter in trained.parameters:
-                    parameter.grad = None
-                return took
-
-            counts = [1 + turn % case.batch for turn in range(case.steps)]
-            turns.start()
-            for count in counts:
-                whole = seconds(None, case.batch)
-                split = seconds(None, case.batch - count) + seconds(case.demoted, count)
-                turns.tell(split / whole)
-    return Outcome(trained.size, turns.peak, counts[case.warm :])
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0).item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.bare.append((demoted, time.process_time() - began))
 
 
 class RandomLatents:
@@ -361,7 +382,10 @@ def models(folder: Path) -> Iterator[tuple[str, Path]]:
 def beside_train_lora(comfyui: str, family: str, file: Path, checkpointing: bool) -> str:
     """A line of the first table."""
     case = Case(file, family, 384, steps=8, checkpointing=checkpointing, targets=".")
-    times, told = in_turns(comfyui, {"ours": (ours, case), "theirs": (theirs, case)})
+    sides = {"ours": (ours, case), "theirs": (theirs, case)}
+    times, _ = in_turns(comfyui, sides)
+    with mock.patch.dict(os.environ, GIVING_BACK):
+        _, told = in_turns(comfyui, sides)
     own, other = told["ours"], told["theirs"]
     sizes = f"{own.size:,}", f"{other.size:,}"
     seconds, memory = statistics.median(times["ours"]), own.peak / MB
@@ -376,36 +400,46 @@ def beside_train_lora(comfyui: str, family: str, file: Path, checkpointing: bool
     return f"{line.rstrip()}  {other.error or ''}".rstrip()
 
 
-def savings(comfyui: str, name: str, case: Case) -> str:
+def savings(name: str, case: Case) -> str:
     """A line of the second table."""
-    # One after the other: what comes first after waiting for a turn is slower.
-    seconds, demoted = alone(comfyui, ours, case)
-    ratios, split = alone(comfyui, costs, case)
-    after_native = [i for i in range(1, len(seconds)) if demoted[i] and not demoted[i - 1]]
-    counts = [demoted[i] for i in after_native]
-    whole = medians(counts, [seconds[i] / seconds[i - 1] for i in after_native])
-    bare = medians(split, ratios)
-    predicted, realised = (
-        1 - statistics.mean(ratio[count] for count in counts) for ratio in (bare, whole)
+    import torch
+    from pack.host import training
+
+    from demotion import gate, train
+
+    opened = gate.by_hand(case.native, case.demoted, WINDOW, "spread:0.5")
+    options = training.Options(
+        train.Settings(case.steps, RATE, case.batch), RANK, ALPHA, case.targets, compute="fp32"
     )
-    native = statistics.median(took for took, count in zip(seconds, demoted) if not count)
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        model, the_set = model_and_set(case, Path(folder))
+        beside = Beside(case, the_set)
+        with beside.listening():
+            training.run(model, the_set, opened, options, Path(folder) / "runs", beside)
+    found, bare = (medians(timed[case.warm :]) for timed in (beside.steps, beside.bare))
+    counts = [count for count, _ in beside.steps[case.warm :]]
+    predicted, realised = (
+        1 - statistics.mean(seconds[count] for count in counts) / seconds[0]
+        for seconds in (bare, found)
+    )
     return SAVING.format(
         name,
         case.batch,
         f"{sum(counts)} of {len(counts) * case.batch}",
-        f"{native:.3f}",
+        f"{bare[0]:.3f}",
+        f"{found[0]:.3f}",
         f"{predicted:.1%}",
         f"{realised:.1%}",
         f"{realised / predicted:.2f}",
     )
 
 
-def medians(labels: Sequence[int], values: Sequence[float]) -> dict[int, float]:
-    """Median of the values that have the same label."""
+def medians(timed: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Median of the seconds of each count."""
     alike: dict[int, list[float]] = {}
-    for label, value in zip(labels, values, strict=True):
-        alike.setdefault(label, []).append(value)
-    return {label: statistics.median(found) for label, found in alike.items()}
+    for count, seconds in timed:
+        alike.setdefault(count, []).append(seconds)
+    return {count: statistics.median(found) for count, found in alike.items()}
 
 
 def wrong_gradient(folder: Path) -> str:
@@ -446,13 +480,13 @@ def main() -> None:
                     )
             cosine = wrong_gradient(folder)
             print(f"Flux: what Train LoRA takes for the gradient has cosine {cosine} to it")
-        titles = "batch", "demoted", "seconds", "predicted", "realised", "ratio"
+        titles = "batch", "demoted", "bare", "trainer", "predicted", "realised", "ratio"
         if {"nano", "mid"} & set(parts):
             print(SAVING.format("model", *titles))
         if "nano" in parts:
             for batch, steps in ((1, 302), (4, 202)):
                 case = Case(NANO, None, 256, 192, batch=batch, steps=steps)
-                print(savings(options.comfyui, "nano Flux", case), flush=True)
+                print(savings("nano Flux", case), flush=True)
         if "mid" in parts:
             file = toys.flux(
                 folder,
@@ -462,8 +496,8 @@ def main() -> None:
                 depth=6,
                 depth_single_blocks=1,
             )
-            case = Case(file, "Flux", 1024, 768, steps=11, warm=1)
-            print(savings(options.comfyui, "Flux of 100 M", case), flush=True)
+            case = Case(file, "Flux", 1024, 768, steps=21, warm=1)
+            print(savings("Flux of 100 M", case), flush=True)
 
 
 if __name__ == "__main__":

@@ -200,11 +200,11 @@ def train(
 ) -> History:
     """Train the parameters in place, and let tensors like them follow as their moving average.
 
-    A run goes on from the newest of its states, bit for bit where the environment (device, kernels,
-    threads: what is written down of them) is the same. One is written every save_every steps, at the end,
-    and where something stops the run between two steps: tick, which is called after every step and
-    may raise, or an error. Raises ValueError for a batch that the team cannot share, Diverged (and
-    writes no state), and OSError for a state that cannot be written.
+    A run goes on from the newest of its states, bit for bit where the environment (what is written
+    down of device, kernels and threads) is the same. One is written every save_every steps, at the
+    end, and where something stops the run between two steps: tick, which is called after every step
+    and may raise, or an error. Raises ValueError for a batch that the team cannot share, Diverged
+    (and writes no state), and OSError for a state that cannot be written.
     """
     if settings.samples % team.size:
         raise ValueError(

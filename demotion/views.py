@@ -99,10 +99,11 @@ def gate_view(gate: Gate, made: GapMap | None = None) -> dict[str, Any]:
     }
 
 
-def training_view(history: History, steps: int) -> dict[str, Any]:
+def training_view(history: History, steps: int, cells: int, expected: float) -> dict[str, Any]:
     """A run of so many steps, up to now, in at most 500 points: [step, loss], each the mean over
     the steps since the point before; [step, mean of the last steps]; and [step, {tier: samples}] of
-    those demoted."""
+    those demoted. cells is how many of a latent are a token, expected the share of the tokens that
+    the whole run should save."""
     done = len(history.losses)
     ends = np.unique(np.linspace(0, done, min(done, POINTS) + 1).round().astype(int)).tolist()
     stretches = list(zip(ends[:-1], ends[1:]))
@@ -118,7 +119,9 @@ def training_view(history: History, steps: int) -> dict[str, Any]:
         "validation": [list(point) for point in history.validation],
         "demoted": [point for point in demoted if point[1]],
         "demoted_steps": sum(map(bool, history.tiers)),
+        "tokens": sum(history.cells) // cells,
         "saving": history.saving if done else 0.0,
+        "expected": expected,
     }
     return _without_nan(view)
 

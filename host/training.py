@@ -73,11 +73,22 @@ class Result:
     report: str
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a run is to do: steps, of which so many were done before; the share of the tokens that
+    the gate should save over all of them; and latent cells a token."""
+
+    steps: int
+    done: int
+    saving: float
+    cells: int
+
+
 class Watch:
     """What is told of a run while it lasts. Each may raise to stop it."""
 
-    def start(self, steps: int, done: int) -> None:
-        """So many steps are to be done, and so many of them were done before."""
+    def start(self, plan: Plan) -> None:
+        """The run begins, or goes on."""
 
     def step(self, history: train.History) -> None:
         """A step was done, or none yet."""
@@ -190,7 +201,8 @@ def run(
         # Nobody looks for a state before it was cleared.
         team.add([torch.zeros((), device=live.device)])
         done = kept.newest(settings.steps)
-        watch.start(settings.steps, done)
+        saving = forecast(training_set, opened, options).saving if opened.rules else 0.0
+        watch.start(Plan(settings.steps, done, saving, training_set.patch**2))
 
         average = None
         if settings.ema_decay:
@@ -300,9 +312,9 @@ def _key(
     options: Options,
     targets: list[str],
 ) -> str:
-    """Names the run by what was chosen for it but how many steps there will be, so that the same run
-    is continued, and so is one of more steps; also where kernels or threads are others, after an
-    update, say, which the report then tells."""
+    """Names the run by what was chosen for it but how many steps there will be, so that the same
+    run is continued, and so is one of more steps; also where kernels or threads are others, after
+    an update, say, which the report then tells."""
     pictures = [
         (
             item.image,

@@ -22,7 +22,8 @@ export function draw(element, run, stopped, address) {
         ...run.validation
             .slice(-1)
             .map(([step, loss]) => `validation ${chart.number(loss)} after step ${step}`),
-        `${run.demoted_steps} of ${run.done} steps demoted, ${chart.percent(run.saving)} of the tokens saved`,
+        `${run.demoted_steps} of ${run.done} steps demoted, ${run.tokens.toLocaleString("en")} tokens processed, ` +
+            `${chart.percent(run.saving)} saved (${chart.percent(run.expected)} expected in all)`,
     ];
     const readout = html("div", { class: "readout faint", "aria-live": "polite" }, told.join("; "));
     const parts = [frame, legend(run), readout];

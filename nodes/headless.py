@@ -301,8 +301,8 @@ class Steps(training.Watch):
     def __init__(self, label: str) -> None:
         self.label = label
 
-    def start(self, steps: int, done: int) -> None:
-        self.progress = Progress(steps, self.label, "steps", done=done)
+    def start(self, plan: training.Plan) -> None:
+        self.progress = Progress(plan.steps, self.label, "steps", done=plan.done)
 
     def step(self, history: loop.History) -> None:
         if history.losses:

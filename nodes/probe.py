@@ -114,7 +114,9 @@ class GradientProbe(io.ComfyNode):
                     tooltip="The LoRA whose gradient is taken: your own file, best, or a fresh "
                     "seeded one.",
                 ),
-                io.Int.Input("rank", default=8, min=1, max=256, tooltip="Rank of a fresh adapter."),
+                io.Int.Input(
+                    "rank", default=16, min=1, max=256, tooltip="Rank of a fresh adapter."
+                ),
                 io.String.Input(
                     "targets",
                     default="",

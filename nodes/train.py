@@ -398,12 +398,13 @@ class Watch(training.Watch):
         self.pictures: list[tuple[int, Path]] = []
         self.live = Live("training", node_id)
 
-    def start(self, steps: int, done: int) -> None:
-        self.progress = Progress(steps, self.node_id, "steps", done=done)
+    def start(self, plan: training.Plan) -> None:
+        self.plan = plan
+        self.progress = Progress(plan.steps, self.node_id, "steps", done=plan.done)
 
     def step(self, history: loop.History) -> None:
         if history.losses:
-            self.progress.headline = _so_far(history)
+            self.progress.headline = _so_far(history, self.plan)
             self.progress()
         else:
             comfy.model_management.throw_exception_if_processing_interrupted()
@@ -414,7 +415,9 @@ class Watch(training.Watch):
         pictures = [
             {"step": step, "file": files.shown("sample", path)} for step, path in self.pictures
         ]
-        return {**views.training_view(history, self.progress.total), "pictures": pictures}
+        plan = self.plan
+        drawn = views.training_view(history, plan.steps, plan.cells, plan.saving)
+        return {**drawn, "pictures": pictures}
 
     def finish(self, history: loop.History) -> dict[str, list]:
         return self.live.finish(self.key, self.view(history))
@@ -458,7 +461,7 @@ class Watch(training.Watch):
         return path
 
 
-def _so_far(history: loop.History) -> str:
+def _so_far(history: loop.History, plan: training.Plan) -> str:
     """A run in two lines."""
     validated = [f"validation {loss:.4f} after step {step}" for step, loss in history.validation]
     demoted = sum(map(bool, history.tiers))
@@ -473,7 +476,7 @@ def _so_far(history: loop.History) -> str:
                 ]
             ),
             f"{demoted} of {len(history.losses)} steps demoted, {history.saving:.1%} of the tokens "
-            "saved",
+            f"saved ({plan.saving:.1%} expected in all)",
         ]
     )
 

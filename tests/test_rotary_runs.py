@@ -74,7 +74,7 @@ def test_alignment_is_refused_before_time_is_spent(toy, aligned_set, tmp_path, m
     chosen = training.Options(train.Settings(steps=1, learning_rate=1e-3), 2, 2.0, "")
 
     class Unstarted(training.Watch):
-        def start(self, steps, done):
+        def start(self, plan):
             pytest.fail("the run began")
 
     def probe(model, the_set):

@@ -22,8 +22,9 @@ class Seen:
     def __init__(self, stop=None):
         self.stop, self.starts, self.steps, self.loras, self.pictures = stop, [], [], {}, {}
 
-    def start(self, steps, done):
-        self.starts.append((steps, done))
+    def start(self, plan):
+        self.starts.append((plan.steps, plan.done))
+        self.plan = plan
 
     def step(self, history):
         self.steps.append(len(history.losses))
@@ -144,9 +145,15 @@ def test_a_run_goes_on_where_the_threads_are_others_and_says_so(runs, tmp_path):
     finally:
         torch.set_num_threads(threads)
     assert seen.starts == [(6, 4)]
-    said = f"From step 5 on the run had threads {threads + 1} (before: {threads}), so that it is not"
+    said = f"From step 5 on the run had threads {threads + 1} (before: {threads}), so that it is"
     assert said in resumed.report
     assert "not bit for bit" not in runs("whole")[1].report
+
+
+def test_a_run_says_at_its_start_what_its_gate_should_save(runs):
+    seen, _ = runs("open")
+    assert seen.plan.saving == pytest.approx(0.7 * (1 - 48**2 / TIER**2))
+    assert runs("native", opened=None)[0].plan.saving == 0
 
 
 def test_more_steps_go_on_and_a_fresh_run_starts_again(runs, tmp_path):
@@ -218,7 +225,7 @@ def test_epochs_count_repeats(toy):  # noqa: F811
 
 def test_what_cannot_be_done_is_refused_before_the_first_step(runs, toy):  # noqa: F811
     class Unstarted(Seen):
-        def start(self, steps, done):
+        def start(self, plan):
             pytest.fail("the run began")
 
     guided = replace(sampled(toy), cfg=4.0)

@@ -93,7 +93,7 @@ def test_a_run_is_told_in_at_most_500_points_that_lose_no_step(steps: int) -> No
         cells=[3] * steps,
         native_cells=[4] * steps,
     )
-    view = views.training_view(history, 2000)
+    view = views.training_view(history, 2000, 3, 0.2)
     points, ends = view["losses"], [0, *(end for end, _ in view["losses"])]
     assert len(points) == min(steps, views.POINTS) == len(view["smoothed"])
     assert ends == sorted(set(ends)) and ends[-1] == steps == view["done"]
@@ -101,11 +101,12 @@ def test_a_run_is_told_in_at_most_500_points_that_lose_no_step(steps: int) -> No
     assert weighed == pytest.approx(sum(history.losses))
     demoted = sum(count for _, counts in view["demoted"] for count in counts.values())
     assert demoted == sum(map(len, history.tiers))
-    assert view["saving"] == (0.25 if steps else 0.0)
+    assert view["saving"] == (0.25 if steps else 0.0) and view["expected"] == 0.2
+    assert view["tokens"] == steps
 
 
 def test_a_view_is_json_without_nan() -> None:
     gone = replace(MAP, gaps=tuple(replace(gap, d=math.nan) for gap in MAP.gaps))
     lost = History([math.nan], [[]], [1], [1])
-    for view in (views.map_view(gone), views.training_view(lost, 5)):
+    for view in (views.map_view(gone), views.training_view(lost, 5, 1, 0.0)):
         json.dumps(view, allow_nan=False)
