@@ -17,8 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
+# A slow machine fails no test.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = ("server", "browser")
 

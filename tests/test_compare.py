@@ -35,7 +35,7 @@ EXACT = {"rel": 1e-12, "abs": 1e-12}
 KINDS = st.sampled_from(adapter.KINDS)
 RANKS = st.integers(1, 7)
 SEEDS = st.integers(0, 2**32 - 1)
-quick = settings(deadline=None, max_examples=40)
+quick = settings(max_examples=40)
 
 
 def numbers(shape: tuple[int, ...], *names: object) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from demotion import cosine
 
-quick = settings(max_examples=25, deadline=None)
+quick = settings(max_examples=25)
 
 
 def random_gradients(seed: int, draws: int = 6, arms: int = 3, size: int = 10) -> np.ndarray:

@@ -102,7 +102,6 @@ def test_a_window_never_spans_a_gap_between_bins() -> None:
         st.sampled_from(["safe", "unsafe", "undecided", "no signal"]), min_size=8, max_size=8
     )
 )
-@settings(deadline=None)
 def test_a_measured_gate_opens_exactly_on_the_safe_bins(words: list[str]) -> None:
     bins = [(index / 8, (index + 1) / 8) for index in range(8)]
     gate = gates.from_gap_map(with_verdicts({"demote:224": words}, bins))
@@ -174,7 +173,7 @@ def test_spans_open_the_steps_they_name(span: str, opened) -> None:
 
 
 @given(percent=st.integers(1, 100), steps=st.integers(1, 400))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_spans_are_exact_fractions(percent: int, steps: int) -> None:
     text = f"{percent / 100}"
     count = {
@@ -192,7 +191,7 @@ def test_spans_are_exact_fractions(percent: int, steps: int) -> None:
     kind=st.sampled_from(["early", "late", "spread"]),
     rate=st.floats(1e-12, 1e3),
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_at_a_constant_rate_mass_is_steps(percent: int, steps: int, kind: str, rate: float) -> None:
     span, constant = f"{kind}:{percent / 100}", Course(steps, [rate] * steps)
     for course in (constant, Course(steps)):
@@ -200,7 +199,7 @@ def test_at_a_constant_rate_mass_is_steps(percent: int, steps: int, kind: str, r
 
 
 @given(percent=st.integers(1, 99), course=courses)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_by_mass_a_span_holds_its_share_of_the_mass_up_to_a_step(percent: int, course) -> None:
     total, largest = sum(course.rates), max(course.rates)
     early = opened_steps(f"early:{percent / 100} by mass", course)
@@ -293,7 +292,7 @@ def test_an_impossible_window_is_refused(window: tuple) -> None:
 
 
 @given(gate=a_gate)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_saving_and_loading_changes_nothing(tmp_path_factory, gate: Gate) -> None:
     path = tmp_path_factory.mktemp("gate") / "gate.json"
     gate.save(path)
@@ -414,7 +413,7 @@ coarse_rules = st.builds(
 
 
 @given(rules=st.lists(coarse_rules, max_size=4, unique=True), course=courses)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_what_findings_say_holds_at_every_learning_rate(rules: list[Rule], course: Course) -> None:
     gate = hand_gate(*rules)
     found = gates.findings(gate)

@@ -56,7 +56,7 @@ rules = st.builds(
 
 
 @given(rules=st.lists(rules, max_size=4), seed=st.integers(0, 100), rising=st.booleans())
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_shares_are_those_of_samples_drawn_one_by_one(
     rules: list[Rule], seed: int, rising: bool
 ) -> None:

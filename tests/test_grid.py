@@ -52,7 +52,7 @@ def test_the_search_is_the_documented_order_of_preferences():
         assert grid.demoted_grid(native, 256, 192) == (best if fits else None)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(EDGES, EDGES, TIERS, GEOMETRIES)
 def test_a_native_grid_never_needs_enlargement_nor_padding(height, width, tier, geometry):
     factor, patch = geometry
@@ -64,7 +64,7 @@ def test_a_native_grid_never_needs_enlargement_nor_padding(height, width, tier, 
     assert grid.token_count(cells, patch) <= most
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(EDGES, EDGES, TIERS, st.floats(0.4, grid.MAX_EDGE_RATIO), GEOMETRIES)
 def test_a_demoted_grid_keeps_aspect_shrinks_and_needs_no_padding(
     height, width, tier, ratio, geometry
@@ -96,7 +96,7 @@ def test_prime_and_huge_pictures_have_a_grid(edges, tier):
             assert demoted is None or grid.in_tier(demoted, target)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(300, 4000), st.integers(300, 4000), st.sampled_from([256, 512, 1024]))
 def test_turning_a_picture_turns_its_grid(height, width, tier):
     turned = grid.native_grid((width, height), tier)

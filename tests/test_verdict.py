@@ -307,7 +307,7 @@ def test_an_arm_equal_to_src_is_at_distance_zero_with_a_band() -> None:
                          0.05) == verdict.SAFE
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(low=st.floats(-0.5, 1), width=st.floats(0, 1), margins=st.tuples(*[st.floats(0, 1)] * 2))
 def test_a_verdict_is_monotone_in_the_margin(low: float, width: float, margins: tuple) -> None:
     order = (verdict.UNSAFE, verdict.UNDECIDED, verdict.SAFE)
