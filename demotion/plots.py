@@ -628,7 +628,10 @@ def _key(view: _View) -> str:
     """The signs of a map's verdicts, explained."""
     words = {gap.verdict for arm in view.routes for gap in view.map.of(arm)}
     named = [f"{sign} {word}" for word, sign in SIGNS.items() if word in words]
-    return "    ".join([*named, *(f"{NO_VERDICT} {word}" for word in sorted(words - set(SIGNS)))])
+    named += [f"{NO_VERDICT} {word}" for word in sorted(words - set(SIGNS))]
+    if any(gap.look for arm in view.routes for gap in view.map.of(arm)):
+        named.append("(for boxes across it a planned look decided)")
+    return "    ".join(named)
 
 
 def _draw_strip(axes: Axes, view: _View) -> None:

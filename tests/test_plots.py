@@ -127,6 +127,16 @@ def test_the_strip_covers_every_bin_of_every_route_with_its_verdict(name: str) -
     }
 
 
+def test_a_verdict_that_stands_from_a_look_is_told_from_those_of_the_boxes() -> None:
+    told = "a planned look decided"
+    plain = plots.gap_map_figure(the_map())
+    assert not any(told in word for word in words(plain))
+    gaps = [replace(gap, look=gap.arm.startswith("demote")) for gap in the_map().gaps]
+    figure = plots.gap_map_figure(replace(the_map(), gaps=tuple(gaps)))
+    assert any(told in word for word in words(figure))
+    assert_nothing_clipped(figure)
+
+
 def test_safe_unsafe_undecided_and_no_signal_have_different_signs() -> None:
     decisions = (verdict.SAFE, verdict.UNSAFE, verdict.UNDECIDED, verdict.NO_SIGNAL)
     assert len({*plots.SIGNS.values(), plots.NO_VERDICT}) == 5 and set(plots.SIGNS) == set(
