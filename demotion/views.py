@@ -34,6 +34,7 @@ def map_view(made: GapMap) -> dict[str, Any]:
                 "interval": list(gap.pointwise),
                 "band": list(gap.band),
                 "verdict": gap.verdict,
+                "look": gap.look,
                 "images": gap.images,
                 "tokens": gap.tokens,
                 "src_tokens": gap.src_tokens,

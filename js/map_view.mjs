@@ -3,12 +3,13 @@
 import * as chart from "./chart.mjs";
 
 const { html, svg } = chart;
-const LEFT = 42;
+const LEFT = 52;
 const RIGHT = 12;
 const ROW = 17;
 const FOOT = 17;
 const PLOT = 130;
-const TICKS = [-0.5, -0.2, -0.1, -0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2];
+// Those that come first keep their number where there is no room for all.
+const TICKS = [0, 2, 1, 0.5, -0.5, 0.2, -0.2, 0.1, -0.1, 0.05, -0.05, 0.02, -0.02];
 
 export const HEIGHT = 320;
 
@@ -28,8 +29,10 @@ export function draw(element, map, stopped = false) {
             ),
         );
     }
+    const said = map.running?.said ? map.running.said.split("\n") : [];
     element.replaceChildren(
         ...chart.head(title(map), map.running, stopped),
+        ...said.map((line) => html("div", { class: "faint" }, line)),
         frame,
         html("div", { class: "legend" }, ...legend),
         readout,
@@ -56,10 +59,10 @@ export function sentence(map, arm, gap) {
     const band = gap.band.map(chart.number);
     const wide = gap.band[0] === null ? "" : `, all bins at once ${band[0]} to ${band[1]}`;
     const judged = ["safe", "unsafe"].includes(gap.verdict)
-        ? `${gap.verdict} at margin ${map.margin}`
+        ? `${gap.verdict} at margin ${map.margin}${gap.look ? `, by planned look ${gap.look}` : ""}`
         : gap.verdict;
     const tokens = `${Math.round(gap.tokens)} of ${Math.round(gap.src_tokens)} tokens`;
-    const decide = gap.decide ? `. ${gap.decide}` : "";
+    const decide = gap.decide ? `; ${gap.decide}` : "";
     return `${where}: distance ${chart.number(gap.d)}, 95 % ${low} to ${high}${wide}; ${judged}; ${gap.images} images; ${tokens}${decide}`;
 }
 
@@ -79,15 +82,15 @@ function plot(map, routes, others, width, height, readout) {
         "aria-label": `${title(map)}: gradient distance over sigma, ${map.headline}`,
     });
     const ground = svg("g", { "aria-hidden": "true" });
-    let free = Infinity;
+    const numbered = [];
     for (const value of TICKS.filter((tick) => tick > range[0] && tick < range[1])) {
         ground.append(
             svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
         );
-        if (free - y(value) > 12) {
-            free = y(value);
+        if (numbered.every((other) => Math.abs(other - y(value)) > 12)) {
+            numbered.push(y(value));
             ground.append(
-                svg("text", { x: LEFT - 6, y: free + 4, "text-anchor": "end" }, String(value)),
+                svg("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, String(value)),
             );
         }
     }
@@ -100,7 +103,11 @@ function plot(map, routes, others, width, height, readout) {
             y1: y(map.margin),
             y2: y(map.margin),
         }),
-        svg("text", { class: "ink", x: LEFT + 4, y: y(map.margin) - 4 }, `margin ${map.margin}`),
+        svg(
+            "text",
+            { class: "ink halo", x: LEFT + 4, y: y(map.margin) - 4 },
+            `margin ${map.margin}`,
+        ),
         svg(
             "text",
             {

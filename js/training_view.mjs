@@ -182,10 +182,14 @@ function follow(drawing, run, x, y, width, bottom, readout) {
         svg("circle", { r: 4, fill: "var(--route-0)" }),
     );
     drawing.append(cursor);
-    let at = run.losses.length - 1;
+    // The drawing is made anew when a run goes on and when what is told takes another height; the
+    // element around it stays, and keeps the chosen step.
+    const { dataset } = readout.parentElement;
+    const chosen = () => run.losses.findIndex(([step]) => String(step) === dataset.step);
     const tell = (index) => {
-        at = Math.min(Math.max(index, 0), run.losses.length - 1);
+        const at = Math.min(Math.max(index, 0), run.losses.length - 1);
         const [[step, loss], [, mean]] = [run.losses[at], run.smoothed[at]];
+        dataset.step = step;
         const counts = run.demoted.find(([other]) => other === step)?.[1] ?? {};
         const demoted = Object.entries(counts).map(
             ([tier, count]) => `, ${count} demoted to ${tier}`,
@@ -196,6 +200,7 @@ function follow(drawing, run, x, y, width, bottom, readout) {
         cursor.lastChild.setAttribute("cy", y(mean));
     };
     const hide = () => {
+        delete dataset.step;
         readout.textContent = summary;
         cursor.setAttribute("visibility", "hidden");
     };
@@ -206,15 +211,19 @@ function follow(drawing, run, x, y, width, bottom, readout) {
         tell(away.indexOf(Math.min(...away)));
     });
     drawing.addEventListener("pointerleave", hide);
-    drawing.addEventListener("blur", hide);
+    // A drawing that is taken away to be made anew loses the focus as well, but chooses nothing else.
+    drawing.addEventListener("blur", () => queueMicrotask(() => drawing.isConnected && hide()));
     drawing.addEventListener("keydown", (event) => {
         const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
         if (by) {
             event.preventDefault();
             event.stopPropagation();
-            tell(at + by);
+            tell((chosen() < 0 ? run.losses.length - 1 : chosen()) + by);
         }
     });
+    if (chosen() >= 0) {
+        tell(chosen());
+    }
 }
 
 function table(run) {

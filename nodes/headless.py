@@ -306,7 +306,7 @@ class Steps(training.Watch):
 
     def step(self, history: loop.History) -> None:
         if history.losses:
-            self.progress.unit = f"steps, mean loss {history.smoothed():.4f}"
+            self.progress.detail = f", mean loss {history.smoothed():.4f}"
             self.progress()
 
 

@@ -48,6 +48,7 @@ class Live:
             "total": progress.total,
             "unit": progress.unit,
             "seconds_left": progress.seconds_left,
+            "said": progress.headline,
         }
         data = _document(self.kind, {**make(), "running": running})
         path = _path(self.kind, name)

@@ -256,10 +256,14 @@ class GradientProbe(io.ComfyNode):
             watch.say,
             seen=watch.seen,
         )
-        tell(node_id, f"{watch.said}\n{len(measurement.cells)} cells in {path.name}".strip())
+        tell(node_id, f"{len(measurement.cells)} cells in {path.name}")
         return io.NodeOutput(
             measurement,
-            ui={"files": [files.shown("measurement", path)], **watch.finish(measurement)},
+            ui={
+                "text": [watch.said],
+                "files": [files.shown("measurement", path)],
+                **watch.finish(measurement),
+            },
         )
 
 

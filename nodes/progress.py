@@ -17,8 +17,9 @@ PREVIEW = 512
 
 
 class Progress:
-    """Counts units of work on a node, some of which may have been done before, below a headline if
-    there is one. Call it after each unit; it raises when the user has cancelled."""
+    """Counts units of work on a node, some of which may have been done before. A headline, which
+    the node's widget shows in full, comes first; a detail stands beside the count. Call it after
+    each unit; it raises when the user has cancelled."""
 
     def __init__(
         self, total: int, node_id: str, unit: str, headline: str = "", done: int = 0
@@ -26,10 +27,11 @@ class Progress:
         self.bar = comfy.utils.ProgressBar(total, node_id=node_id)
         self.bar.update(done)
         self.total, self.node_id, self.unit, self.headline = total, node_id, unit, headline
+        self.detail = ""
         self.done = self.before = done
         self.started = self.told = time.monotonic()
-        left = total - done
-        self.show(f"{left} {unit} to go" if left else f"no {unit} left to do")
+        left = f"{total - done} {unit} to go" if done < total else f"no {unit} left to do"
+        tell(node_id, headline or left)
 
     def __call__(self, *_: float) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()
@@ -37,10 +39,11 @@ class Progress:
         self.bar.update(1)
         now = time.monotonic()
         # The first unit pays for warm-up; from the second on the estimate is honest.
-        if now - self.told >= TEXT_INTERVAL or self.done - self.before == 2:
+        if now - self.told >= TEXT_INTERVAL or self.done in (self.before + 2, self.total):
             self.told = now
             left = words.duration(self.seconds_left)
-            self.show(f"{self.done} of {self.total} {self.unit}, {left} left")
+            done = f"{self.done} of {self.total} {self.unit}{self.detail}"
+            tell(self.node_id, f"{done}, {left} left")
 
     @property
     def seconds_left(self) -> float | None:
@@ -54,10 +57,8 @@ class Progress:
         """Show a picture on the node."""
         self.bar.update_absolute(self.done, preview=("JPEG", picture, PREVIEW))
 
-    def show(self, text: str) -> None:
-        tell(self.node_id, f"{self.headline}\n{text}" if self.headline else text)
-
 
 def tell(node_id: str, text: str) -> None:
-    """Show a line of text under a node."""
-    PromptServer.instance.send_progress_text(text, node_id)
+    """Show the first line of a text under a node: the host has room for two there, and a longer one
+    would make the node run over what lies below it."""
+    PromptServer.instance.send_progress_text(text.partition("\n")[0], node_id)

@@ -404,7 +404,7 @@ class Watch(training.Watch):
 
     def step(self, history: loop.History) -> None:
         if history.losses:
-            self.progress.headline = _so_far(history, self.plan)
+            self.progress.detail = f", mean loss {history.smoothed():.4f}"
             self.progress()
         else:
             comfy.model_management.throw_exception_if_processing_interrupted()
@@ -459,26 +459,6 @@ class Watch(training.Watch):
         own = {"modelspec.title": path.stem, "ss_steps": str(step)}
         weights.save(path, metadata | own)
         return path
-
-
-def _so_far(history: loop.History, plan: training.Plan) -> str:
-    """A run in two lines."""
-    validated = [f"validation {loss:.4f} after step {step}" for step, loss in history.validation]
-    demoted = sum(map(bool, history.tiers))
-    return "\n".join(
-        [
-            ", ".join(
-                [
-                    f"loss {history.losses[-1]:.4f}",
-                    f"mean of the last {min(loop.SPAN, len(history.losses))} "
-                    f"{history.smoothed():.4f}",
-                    *validated[-1:],
-                ]
-            ),
-            f"{demoted} of {len(history.losses)} steps demoted, {history.saving:.1%} of the tokens "
-            f"saved ({plan.saving:.1%} expected in all)",
-        ]
-    )
 
 
 NODES = [TrainLora]
