@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pages import READY, send
 
+import run
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+SCREENSHOTS = pytest.StashKey[Path]()
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # Nothing but the page itself may start: no updates, no synchronisation, no QUIC.
 ARGUMENTS = (
@@ -25,6 +28,28 @@ ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    folder = terminalreporter.config.stash.get(SCREENSHOTS, None)
+    if folder:
+        terminalreporter.write_line(f"Screenshots of the browser tests: {folder}")
+
+
+@pytest.fixture(scope="session")
+def album(pytestconfig: pytest.Config) -> Path:
+    """The folder of all screenshots, emptied first."""
+    folder = run.HOME / "screenshots"
+    if folder.exists():
+        shutil.rmtree(folder)
+    pytestconfig.stash[SCREENSHOTS] = folder
+    return folder
+
+
+@pytest.fixture
+def screenshots(album: Path, request: pytest.FixtureRequest) -> Path:
+    """Where the test's screenshots go; made by the first of them."""
+    return album / request.node.name
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +82,7 @@ def front_end(browser: Browser, server: Any, renderer: str) -> Page:
 
 
 @pytest.fixture
-def page(front_end: Page, tmp_path: Path) -> Iterator[Page]:
+def page(front_end: Page, screenshots: Path) -> Iterator[Page]:
     """The front end; no script of it may fail during a test."""
     failures: list[str] = []
 
@@ -67,5 +92,5 @@ def page(front_end: Page, tmp_path: Path) -> Iterator[Page]:
     front_end.on("pageerror", note)
     yield front_end
     front_end.remove_listener("pageerror", note)
-    front_end.screenshot(path=tmp_path / "end.png")
+    front_end.screenshot(path=screenshots / "end.png")
     assert failures == []

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import READY
-from pages import ROOT, fetch, load, prompt_of, send, until
+from pages import EMPTY, READY, ROOT, fetch, load, place, prompt_of, search, send
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 pytestmark = pytest.mark.browser
 BLUEPRINT = ROOT / "subgraphs" / "Measure then train.json"
-EMPTY = {"last_node_id": 0, "last_link_id": 0, "nodes": [], "links": [], "version": 0.4}
 
 
 def test_the_server_lists_the_blueprint(server: Any) -> None:
@@ -27,25 +25,12 @@ def test_the_server_lists_the_blueprint(server: Any) -> None:
     assert sent["data"] == BLUEPRINT.read_text("utf-8")
 
 
-def test_the_blueprint_is_found_by_search_and_inserted_whole(page: Page, tmp_path: Path) -> None:
+def test_the_blueprint_is_found_by_search_and_inserted_whole(page: Page, screenshots: Path) -> None:
     load(page, EMPTY)
-    search = page.get_by_placeholder("Add a node...")
-
-    def opened() -> bool:
-        # A front end that is still busy with the graph does not hear a double click.
-        page.mouse.dblclick(800, 600)
-        page.wait_for_timeout(1000)
-        return search.is_visible()
-
-    until(page, opened)
-    search.fill(BLUEPRINT.stem.lower())
-    page.get_by_test_id("result-item").filter(has_text=BLUEPRINT.stem).wait_for()
-    page.screenshot(path=tmp_path / "search.png")
-    page.keyboard.press("Enter")
-    page.wait_for_timeout(500)
-    page.mouse.click(700, 500)
-    until(page, lambda: page.evaluate("app.graph.nodes.length") == 1)
-    page.screenshot(path=tmp_path / "inserted.png")
+    search(page, BLUEPRINT.stem)
+    page.screenshot(path=screenshots / "search.png")
+    place(page, 700, 500)
+    page.screenshot(path=screenshots / "inserted.png")
     inside = page.evaluate("app.graph.nodes[0].subgraph.nodes.map(node => node.type)")
     (graph,) = json.loads(BLUEPRINT.read_text("utf-8"))["definitions"]["subgraphs"]
     assert sorted(inside) == sorted(node["type"] for node in graph["nodes"])
@@ -65,7 +50,7 @@ def language(server: Any, request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def test_nodes_speak_the_language_of_the_page(
-    browser: Browser, server: Any, language: str, tmp_path: Path
+    browser: Browser, server: Any, language: str, screenshots: Path
 ) -> None:
     said = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text("utf-8"))
     page = browser.new_page(viewport={"width": 1600, "height": 1000})
@@ -80,7 +65,7 @@ def test_nodes_speak_the_language_of_the_page(
             return {title: node.title, names, widget: node.widgets[0].label};
         }"""
     )
-    page.screenshot(path=tmp_path / f"{language}.png")
+    page.screenshot(path=screenshots / f"{language}.png")
     page.close()
     entry = said["DemotionTrainingSet"]
     assert shown["title"] == entry["display_name"]

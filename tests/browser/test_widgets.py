@@ -1,7 +1,4 @@
-"""What the pack's own widgets show and write: the live map, the gate's bands, the training view.
-
-Screenshots are left in the test's temporary folder.
-"""
+"""What the pack's own widgets show and write: the live map, the gate's bands, the training view."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from pages import ROOT, load_prompt, node, prompt_of, reload, run_from_page, until
+from pages import ROOT, load_prompt, node, prompt_of, reload, rows, run_from_page, until, view
 
 from demotion import draws, gate, gate_cost
 
@@ -129,36 +126,8 @@ def tell(page: Page, number: str, document: dict[str, Any]) -> None:
     )
 
 
-def view(page: Page, number: str) -> Locator:
-    """The widget of a node, brought to where it can be seen."""
-    show = """(number) => {
-        const node = app.graph.getNodeById(Number(number));
-        const widget = node.widgets.find((widget) => widget.name === "demotion_view");
-        widget.element.querySelector(".demotion-view").dataset.node = number;
-        app.canvas.bringToFront(node);
-        app.canvas.ds.scale = 1;
-        app.canvas.ds.offset = [500 - node.pos[0], 900 - node.pos[1] - node.size[1]];
-        app.canvas.setDirty(true, true);
-    }"""
-    found = page.locator(f".demotion-view[data-node='{number}']")
-    # A node may grow when its widget comes into sight.
-    for _ in range(2):
-        page.evaluate(show, number)
-        found.wait_for()
-        page.wait_for_timeout(300)
-    return found
-
-
-def rows(shown: Locator) -> list[list[str]]:
-    """The table behind a chart."""
-    return shown.evaluate(
-        "view => [...view.querySelectorAll('tbody tr')]"
-        ".map(row => [...row.children].map(cell => cell.textContent))"
-    )
-
-
 def test_the_map_fills_while_the_probe_runs_and_is_redrawn_after_a_reload(
-    page: Page, server: Any, seed: int, tmp_path: Path
+    page: Page, server: Any, seed: int, screenshots: Path
 ) -> None:
     load_prompt(
         page,
@@ -181,7 +150,7 @@ def test_the_map_fills_while_the_probe_runs_and_is_redrawn_after_a_reload(
     until(page, lambda: page.evaluate("told.length") > 1, 120)
     running = view(page, "6")
     assert "Gap map so far" in running.inner_text() and "gradients" in running.inner_text()
-    page.screenshot(path=tmp_path / "running.png")
+    page.screenshot(path=screenshots / "running.png")
     until(page, lambda: page.evaluate("app.nodeOutputs['10']?.files?.length") == 1, 240)
     told = page.evaluate("told")
     measured = [sum(gap["images"] for gap in document["arms"][0]["gaps"]) for document in told]
@@ -197,9 +166,9 @@ def test_the_map_fills_while_the_probe_runs_and_is_redrawn_after_a_reload(
     assert all(row[0] == "64 -> 48" and row[6] == str(PICTURES) for row in before)
     # The probe shows the same numbers: its margin is that of the map.
     assert rows(view(page, "6")) == before
-    page.screenshot(path=tmp_path / "finished.png")
+    page.screenshot(path=screenshots / "finished.png")
     gate_shown = view(page, "9").inner_text()
-    page.screenshot(path=tmp_path / "gate.png")
+    page.screenshot(path=screenshots / "gate.png")
 
     page.wait_for_timeout(1000)  # the page keeps a workflow half a second after it changed
     reload(page)
@@ -208,10 +177,10 @@ def test_the_map_fills_while_the_probe_runs_and_is_redrawn_after_a_reload(
     assert rows(again) == before
     assert view(page, "9").inner_text() == gate_shown
     view(page, "8")
-    page.screenshot(path=tmp_path / "reloaded.png")
+    page.screenshot(path=screenshots / "reloaded.png")
 
 
-def test_a_mark_tells_its_numbers_to_pointer_and_keyboard(page: Page, tmp_path: Path) -> None:
+def test_a_mark_tells_its_numbers_to_pointer_and_keyboard(page: Page, screenshots: Path) -> None:
     load_prompt(page, {"41": node("DemotionPlotGapMap", "Plot", name="seen")})
     tell(page, "41", a_map("unsafe", "undecided", "safe", "safe"))
     shown = view(page, "41")
@@ -222,7 +191,7 @@ def test_a_mark_tells_its_numbers_to_pointer_and_keyboard(page: Page, tmp_path: 
     told = readout.inner_text()
     assert "sigma 0.5 to 0.75" in told and "distance 0.010" in told and "0.000 to 0.020" in told
     assert "safe at margin 0.05" in told and "9 of 16 tokens" in told
-    page.screenshot(path=tmp_path / "hover.png")
+    page.screenshot(path=screenshots / "hover.png")
     marks.first.focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
         page.keyboard.press(key)
@@ -234,32 +203,65 @@ def test_a_mark_tells_its_numbers_to_pointer_and_keyboard(page: Page, tmp_path: 
     assert len(rows(shown)) == 4
 
 
-def test_a_reloaded_page_follows_a_running_probe_until_it_is_cancelled(
-    page: Page, server: Any, seed: int, tmp_path: Path
-) -> None:
-    load_prompt(page, {**training_set(server), "16": probe(draws=200, bins="2", seed=seed)})
+def done(page: Page) -> int:
+    """How far the run is that a widget shows, -1 before there is one."""
+    return page.evaluate(
+        "Number(document.querySelector('.demotion-view progress')?.getAttribute('value') ?? -1)"
+    )
+
+
+def reload_while_it_runs(page: Page, number: str) -> Locator:
+    """Queue, load the page again, and see the node's widget go on."""
     page.get_by_test_id("queue-button").click()
-    done = """() => Number([...document.querySelectorAll('.demotion-view progress')]
-        .map(bar => bar.getAttribute('value'))[0] ?? -1)"""
-    until(page, lambda: page.evaluate(done) >= 0, 120)
+    until(page, lambda: done(page) >= 0, 120)
     page.wait_for_timeout(1000)
     reload(page)
-    until(page, lambda: page.evaluate(done) >= 0)
-    shown = view(page, "16")
+    until(page, lambda: done(page) >= 0)
+    shown = view(page, number)
     assert "stopped" not in shown.inner_text()
-    now = page.evaluate(done)
-    until(page, lambda: page.evaluate(done) > now, 240)
-    page.screenshot(path=tmp_path / "attached.png")
-    page.evaluate("app.api.interrupt()")
+    now = done(page)
+    until(page, lambda: done(page) > now, 240)
+    return shown
+
+
+def test_a_reloaded_page_follows_a_running_probe_until_it_is_cancelled(
+    page: Page, server: Any, seed: int, screenshots: Path
+) -> None:
+    load_prompt(page, {**training_set(server), "16": probe(draws=200, bins="2", seed=seed)})
+    shown = reload_while_it_runs(page, "16")
+    page.screenshot(path=screenshots / "attached.png")
+    # The button beside Run cancels only what the page saw start; this one is shown while it runs.
+    page.get_by_test_id("queue-overlay-toggle").hover()
+    page.get_by_role("button", name="Interrupt all running jobs").click()
     until(page, lambda: "stopped at" in shown.inner_text(), 60)
     assert "queue again to continue" in shown.inner_text()
-    page.screenshot(path=tmp_path / "cancelled.png")
+    page.screenshot(path=screenshots / "cancelled.png")
     reload(page)
-    until(page, lambda: page.evaluate(done) >= 0)
-    assert "stopped at" in view(page, "16").inner_text()
+    until(page, lambda: done(page) >= 0)
+    again = view(page, "16")
+    assert "stopped at" in again.inner_text()
+    page.get_by_test_id("queue-button").click()
+    until(page, lambda: "stopped at" not in again.inner_text(), 60)
+    page.get_by_role("button", name="Cancel current run").click()
+    until(page, lambda: "stopped at" in again.inner_text(), 60)
 
 
-def test_a_dragged_edge_is_in_the_widget_and_in_the_next_prompt(page: Page, tmp_path: Path) -> None:
+def test_a_reloaded_page_follows_a_training_to_its_end(
+    page: Page, server: Any, seed: int, screenshots: Path
+) -> None:
+    steps = 200
+    load_prompt(page, {**training_set(server), "18": train(steps=steps, seed=seed)})
+    shown = reload_while_it_runs(page, "18")
+    page.screenshot(path=screenshots / "attached.png")
+    until(page, lambda: done(page) == -1, 240)
+    assert f"of {steps} steps demoted" in shown.inner_text()
+    assert [row[0] for row in rows(shown)] == [str(step) for step in range(1, steps + 1)]
+    page.screenshot(path=screenshots / "finished.png")
+
+
+def test_a_dragged_edge_is_in_the_widget_and_in_the_next_prompt(
+    page: Page, screenshots: Path
+) -> None:
     load_prompt(
         page,
         {
@@ -281,7 +283,7 @@ def test_a_dragged_edge_is_in_the_widget_and_in_the_next_prompt(page: Page, tmp_
     page.mouse.move(*at)
     page.mouse.down()
     page.mouse.move(at[0] - 0.2 * (axis["width"] - 24), at[1], steps=6)
-    page.screenshot(path=tmp_path / "dragging.png")
+    page.screenshot(path=screenshots / "dragging.png")
     page.mouse.up()
     value = prompt_of(page)["52"]["inputs"]["sigma_low"]
     assert value == pytest.approx(0.3, abs=0.02)
@@ -383,15 +385,43 @@ def test_shares_and_saving_are_those_of_the_forecast(page: Page, server: Any) ->
         assert saving == pytest.approx(wanted.saving, abs=1e-9)
 
 
+def samples(page: Page, shown: Locator) -> list[str]:
+    """What is written below the samples of a training, once all are loaded."""
+    pictures = shown.locator("figure img")
+    widths = "images => images.map(image => image.naturalWidth)"
+    until(page, lambda: all(width == TIER for width in pictures.evaluate_all(widths)))
+    return shown.locator("figcaption").all_inner_texts()
+
+
 def test_a_training_run_is_shown_and_redrawn_after_a_reload(
-    page: Page, server: Any, tmp_path: Path
+    page: Page, server: Any, seed: int, screenshots: Path
 ) -> None:
     load_prompt(
         page,
         {
             **training_set(server),
+            "73": node("EmptyImage", "Blank", width=TIER, height=TIER, batch_size=1, color=0),
+            "74": node(
+                "DemotionTrainingSet",
+                "Set of one",
+                native_tier=TIER,
+                model=["1", 0],
+                images=["73", 0],
+                vae=["2", 0],
+            ),
+            # The conditioning that the model knows, without a text encoder.
+            "75": node("DemotionTrainingSetToLatents", "Prompt", training_set=["74", 0], arm="src"),
             "77": by_hand(sigma_low=0.0, sigma_high=1.0, span="late"),
-            "78": train(gate=["77", 0], steps=12, held_out=2, validate_every=4),
+            "78": train(
+                gate=["77", 0],
+                steps=12,
+                held_out=2,
+                validate_every=4,
+                sample_prompt=["75", 1],
+                sample_every=6,
+                sample_steps=2,
+                seed=seed,
+            ),
         },
     )
     entry = run_from_page(page, server, 240)
@@ -405,14 +435,17 @@ def test_a_training_run_is_shown_and_redrawn_after_a_reload(
     assert [row[3] for row in table] == [""] * 6 + [f"1 to {TARGET}"] * 6
     assert shown.locator("path.demoted").count() == 6
     assert re.search(r"validation \d\.\d+ after step 12", shown.inner_text())
-    page.screenshot(path=tmp_path / "trained.png")
+    assert samples(page, shown) == ["step 0", "step 6", "step 12"]
+    page.screenshot(path=screenshots / "trained.png")
     page.wait_for_timeout(1000)
     reload(page)
     until(page, lambda: page.evaluate("document.querySelectorAll('.demotion-view svg').length") > 1)
-    assert rows(view(page, "78")) == table
+    again = view(page, "78")
+    assert rows(again) == table
+    assert samples(page, again) == ["step 0", "step 6", "step 12"]
 
 
-def test_text_never_becomes_markup(page: Page, tmp_path: Path) -> None:
+def test_text_never_becomes_markup(page: Page, screenshots: Path) -> None:
     markup = "<img src=x onerror='window.harmed = true'><b>bold</b>"
     load_prompt(
         page,
@@ -435,7 +468,9 @@ def test_text_never_becomes_markup(page: Page, tmp_path: Path) -> None:
         "validation": [],
         "demoted": [[2, {markup: 1}]],
         "demoted_steps": 1,
+        "tokens": 100,
         "saving": 0.1,
+        "expected": 0.2,
         "pictures": [{"step": markup, "file": {"filename": markup, "subfolder": "../.."}}],
     }
     tell(page, "83", run)
@@ -443,7 +478,7 @@ def test_text_never_becomes_markup(page: Page, tmp_path: Path) -> None:
         shown = view(page, number)
         page.wait_for_timeout(300)
         assert shown.locator("b, img:not(figure > img)").count() == 0
-        page.screenshot(path=tmp_path / f"markup_{number}.png")
+        page.screenshot(path=screenshots / f"markup_{number}.png")
     assert markup in view(page, "81").inner_text() and markup in view(page, "82").inner_text()
     assert page.evaluate("window.harmed") is None
     source = view(page, "83").locator("figure img").get_attribute("src")
