@@ -32,6 +32,12 @@ const STYLE = await (await fetch(new URL("./demotion.css", import.meta.url))).te
 app.registerExtension({
     name: "comfyuidemotion.views",
     nodeCreated(node) {
+        if (node.comfyClass?.startsWith("Demotion")) {
+            // A display name is English in every language, and comes before the translation.
+            for (const input of node.inputs ?? []) {
+                input.label = input.localized_name;
+            }
+        }
         const view = VIEWS[node.comfyClass];
         if (view) {
             attach(node, view);

@@ -70,10 +70,14 @@ def renderer(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def front_end(browser: Browser, server: Any, renderer: str) -> Page:
-    """The loaded front end: one page a renderer for all tests, since it takes seconds to load."""
-    # Otherwise a first visit opens the template browser by itself.
+def visited(server: Any) -> None:
+    """The front end was open before: a first visit opens the template browser by itself."""
     send(server, "/settings/Comfy.TutorialCompleted", True)
+
+
+@pytest.fixture(scope="session")
+def front_end(browser: Browser, server: Any, renderer: str, visited: None) -> Page:
+    """The loaded front end: one page a renderer for all tests, since it takes seconds to load."""
     send(server, "/settings/Comfy.VueNodes.Enabled", renderer == "nodes_2")
     page = browser.new_page(viewport={"width": 1600, "height": 1000})
     page.goto(server.url)

@@ -43,7 +43,7 @@ def test_the_blueprint_is_found_by_search_and_inserted_whole(page: Page, screens
 
 
 @pytest.fixture(params=["zh", "ja"])
-def language(server: Any, request: pytest.FixtureRequest) -> Iterator[str]:
+def language(server: Any, visited: None, request: pytest.FixtureRequest) -> Iterator[str]:
     send(server, "/settings/Comfy.Locale", request.param)
     yield request.param
     send(server, "/settings/Comfy.Locale", "en")
@@ -57,21 +57,25 @@ def test_nodes_speak_the_language_of_the_page(
     page.goto(server.url)
     page.wait_for_function(READY, timeout=120_000)
     shown = page.evaluate(
-        """() => {
-            const node = LiteGraph.createNode('DemotionTrainingSet');
-            const names = [...node.inputs, ...node.outputs].map(
-                slot => slot.label ?? slot.localized_name ?? slot.name
-            );
-            return {title: node.title, names, widget: node.widgets[0].label};
-        }"""
+        """(kinds) => kinds.map((kind) => {
+            const node = LiteGraph.createNode(kind);
+            const slots = [...node.inputs, ...node.outputs];
+            return {
+                title: node.title,
+                slots: slots.map((slot) => slot.label ?? slot.localized_name ?? slot.name),
+                widgets: Object.fromEntries(
+                    (node.widgets ?? []).map((widget) => [widget.name, widget.label])
+                ),
+            };
+        })""",
+        list(said),
     )
     page.screenshot(path=screenshots / f"{language}.png")
     page.close()
-    entry = said["DemotionTrainingSet"]
-    assert shown["title"] == entry["display_name"]
-    assert shown["widget"] == entry["inputs"]["native_tier"]["name"]
-    sockets = [name for name in entry["inputs"] if name != "native_tier"]
-    for name in sockets:
-        assert entry["inputs"][name]["name"] in shown["names"], name
-    for output in entry["outputs"].values():
-        assert output["name"] in shown["names"]
+    for entry, node in zip(said.values(), shown, strict=True):
+        assert node["title"] == entry["display_name"]
+        for name, told in entry["inputs"].items():
+            place = [node["widgets"][name]] if name in node["widgets"] else node["slots"]
+            assert told["name"] in place, (entry["display_name"], name)
+        for output in entry["outputs"].values():
+            assert output["name"] in node["slots"]
