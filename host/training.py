@@ -76,12 +76,14 @@ class Result:
 @dataclass(frozen=True)
 class Plan:
     """What a run is to do: steps, of which so many were done before; the share of the tokens that
-    the gate should save over all of them; and latent cells a token."""
+    the gate should save over all of them; latent cells a token; and the folder of its states, which
+    the run has for itself however often it goes on."""
 
     steps: int
     done: int
     saving: float
     cells: int
+    folder: Path
 
 
 class Watch:
@@ -202,7 +204,7 @@ def run(
         team.add([torch.zeros((), device=live.device)])
         done = kept.newest(settings.steps)
         saving = forecast(training_set, opened, options).saving if opened.rules else 0.0
-        watch.start(Plan(settings.steps, done, saving, training_set.patch**2))
+        watch.start(Plan(settings.steps, done, saving, training_set.patch**2, kept.folder))
 
         average = None
         if settings.ema_decay:

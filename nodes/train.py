@@ -394,13 +394,21 @@ class Watch(training.Watch):
 
     def __init__(self, node_id: str, name: str) -> None:
         self.node_id, self.name = node_id, name
-        self.folder = files.numbered(files.output_folder("training"), name, "")
+        self.root = files.output_folder("training")
+        self.folder = files.numbered(self.root, name, "")
         self.pictures: list[tuple[int, Path]] = []
         self.live = Live("training", node_id)
 
     def start(self, plan: training.Plan) -> None:
         self.plan = plan
         self.progress = Progress(plan.steps, self.node_id, "steps", done=plan.done)
+        if plan.done and self.index.exists():
+            found = json.loads(self.index.read_text("utf-8"))
+            self.pictures = [
+                (step, path)
+                for step, path in ((step, self.root / name) for step, name in found)
+                if step <= plan.done and path.exists()
+            ]
 
     def step(self, history: loop.History) -> None:
         if history.losses:
@@ -425,8 +433,12 @@ class Watch(training.Watch):
     @property
     def key(self) -> str:
         """Names the run as its folder does."""
-        relative = self.folder.relative_to(files.output_folder("training"))
-        return relative.as_posix().replace("/", "_")
+        return self.folder.relative_to(self.root).as_posix().replace("/", "_")
+
+    @property
+    def index(self) -> Path:
+        """What a run that goes on finds of the samples that it had before: [[step, file], ...]."""
+        return self.plan.folder / "samples.json"
 
     def lora(self, step: int, weights: adapter.Weights, metadata: dict[str, str]) -> None:
         self.save(step, weights, metadata)
@@ -435,6 +447,8 @@ class Watch(training.Watch):
         path = self.folder / f"sample_{step:07}.png"
         arms.write_picture(pixels, path)
         self.pictures.append((step, path))
+        found = [(step, path.relative_to(self.root).as_posix()) for step, path in self.pictures]
+        measure.write_atomically(self.index, json.dumps(found).encode())
         self.progress.preview(Image.fromarray(pixels))
 
     def keep(self, result: training.Result) -> dict[str, Path]:

@@ -308,6 +308,14 @@ def test_a_cancelled_training_continues_to_the_same_lora(server):
 
 def test_more_steps_continue_and_a_switch_starts_again(server):
     prompt = training_alone(server, "longer", steps=6, save_every=4)
+    one = {"model": ["unet", 0], "vae": ["vae", 0], "images": ["blank", 0], "native_tier": TIER}
+    prompt |= {
+        "blank": node("EmptyImage", width=TIER, height=TIER, batch_size=1, color=0),
+        "one": node("DemotionTrainingSet", **one),
+        "text": node("DemotionTrainingSetToLatents", training_set=["one", 0], arm="src"),
+    }
+    sampled = {"sample_prompt": ["text", 1], "sample_every": 6, "sample_steps": 2}
+    prompt["train"]["inputs"] |= sampled
 
     def trained(**inputs):
         prompt["train"]["inputs"] |= inputs
@@ -316,12 +324,20 @@ def test_more_steps_continue_and_a_switch_starts_again(server):
         return "train" in executed(events), entry
 
     listed = server.output / "loras"
-    assert trained()[0] and list(listed.glob("longer_4_steps_*.safetensors"))
+    once, entry = trained()
+    assert once and list(listed.glob("longer_4_steps_*.safetensors"))
+    (_, *first) = entry["outputs"]["train"]["images"]
+    assert len(first) == 2
     assert not trained()[0]  # unchanged: the host has it
     again, entry = trained(steps=9)
     assert again and "Taken up after step 6" in entry["outputs"]["train"]["text"][0]
+    # Samples of the run so far are shown beside its new ones.
+    (_, *samples) = entry["outputs"]["train"]["images"]
+    assert samples[:2] == first and len(samples) == 3
     afresh, entry = trained(resume="start again")
     assert afresh and "Taken up" not in entry["outputs"]["train"]["text"][0]
+    (_, *own) = entry["outputs"]["train"]["images"]
+    assert len(own) == 3 and not [shown for shown in own if shown in samples]
     assert trained()[0]  # as often as it is queued
 
 
