@@ -35,7 +35,7 @@ app.registerExtension({
         if (node.comfyClass?.startsWith("Demotion")) {
             // A display name is English in every language, and comes before the translation.
             for (const input of node.inputs ?? []) {
-                input.label = input.localized_name;
+                delete input.label;
             }
         }
         const view = VIEWS[node.comfyClass];

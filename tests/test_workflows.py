@@ -202,6 +202,13 @@ def test_nodes_of_a_workflow_are_as_high_as_their_widgets(path: Path) -> None:
             assert node["size"][1] >= ROW * sockets + WIDGET * shown + VIEWS.get(node["type"], 0)
 
 
+@pytest.mark.parametrize("path", [*UI, BLUEPRINT], ids=lambda path: path.stem)
+def test_no_socket_of_a_workflow_is_labelled_in_one_language(path: Path) -> None:
+    # A label comes before the translation of a socket's name.
+    for node in graph_of(path)["nodes"]:
+        assert not [slot["label"] for slot in node["inputs"] if "label" in slot], node["type"]
+
+
 @pytest.mark.parametrize("path", UI, ids=lambda path: path.stem)
 def test_a_workflow_has_a_note_and_a_small_picture(path: Path) -> None:
     assert any(node["type"] in NOTES for node in read(path)["nodes"])
