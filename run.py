@@ -1024,6 +1024,9 @@ def test(host: Host, arguments: Sequence[str]) -> NoReturn:
     """Become pytest. Paths among the arguments replace the folder of all tests."""
     named = any((PACK / argument.split("::")[0]).exists() for argument in arguments)
     os.environ["COMFYUI_PATH"] = str(host.comfyui)
+    # Server, browser and tests share the cores, and threads that wait for one another on a busy
+    # core take many times as long; toy models gain nothing from several.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.chdir(PACK)
     pytest = [host.python, "-m", "pytest", "-c", "tests/pytest.ini", "--rootdir", "tests"]
     hand_over([*pytest, *([] if named else ["tests"]), *arguments])
