@@ -250,7 +250,9 @@ def test_a_reloaded_page_follows_a_training_to_its_end(
     page: Page, server: Any, seed: int, screenshots: Path
 ) -> None:
     steps = 200
-    load_prompt(page, {**training_set(server), "18": train(steps=steps, seed=seed)})
+    # Steps of eight samples, so that it outlasts a reload of the page.
+    run = train(steps=steps, accumulation=8, seed=seed)
+    load_prompt(page, {**training_set(server), "18": run})
     shown = reload_while_it_runs(page, "18")
     page.screenshot(path=screenshots / "attached.png")
     until(page, lambda: done(page) == -1, 240)
