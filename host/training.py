@@ -203,7 +203,8 @@ def run(
         # Nobody looks for a state before it was cleared.
         team.add([torch.zeros((), device=live.device)])
         done = kept.newest(settings.steps)
-        saving = forecast(training_set, opened, options).saving if opened.rules else 0.0
+        expected = forecast(training_set, opened, options) if opened.rules else None
+        saving = expected.saving if expected else 0.0
         watch.start(Plan(settings.steps, done, saving, training_set.patch**2, kept.folder))
 
         average = None
@@ -244,7 +245,9 @@ def run(
         )
         trained_weights = weights()
         differences = _differences(live, opened, options, len(targets))
-    report = "\n".join(differences + [_report(training_set, opened, options, history, done)])
+    report = "\n".join(
+        differences + [_report(training_set, opened, options, history, done, expected)]
+    )
     return Result(trained_weights, history, metadata, report)
 
 
@@ -386,6 +389,7 @@ def _report(
     options: Options,
     history: train.History,
     done: int,
+    expected: gate_cost.Forecast | None,
 ) -> str:
     settings = options.settings
     samples = settings.steps * settings.samples
@@ -409,9 +413,9 @@ def _report(
         )
     for (_, before), (step, here) in pairwise(history.environments):
         changed = (
-            f"{name} {here[name]} (before: {before[name]})"
+            f"{name} {here[name]} (before: {before.get(name)})"
             for name in here
-            if here[name] != before[name]
+            if here[name] != before.get(name)
         )
         lines.append(
             f"From step {step + 1} on the run had {', '.join(changed)}, so that it is not bit for "
@@ -425,12 +429,11 @@ def _report(
         )
     cells = training_set.patch**2
     lines.append(f"Tokens processed: {sum(history.cells) // cells:,}.")
-    if opened.rules:
-        found = forecast(training_set, opened, options)
+    if expected:
         lines += [
             f"Demoted samples: {sum(history.demoted)} of {samples} "
-            f"({sum(history.demoted) / samples:.1%}; {found.shares.sum():.1%} expected).",
-            f"Tokens saved: {history.saving:.1%} ({found.saving:.1%} expected).",
+            f"({sum(history.demoted) / samples:.1%}; {expected.shares.sum():.1%} expected).",
+            f"Tokens saved: {history.saving:.1%} ({expected.saving:.1%} expected).",
             *_time_saved(history, settings.samples),
         ]
     else:
